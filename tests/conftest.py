@@ -20,19 +20,21 @@ import torch
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `sampled` leaves to `make test-all`, and as seeds what it leaves to `make test-seeds`."""
+    """Mark as slow what `quick` and `sampled` leave to `make test-all`, as seeds what is left to `make test-seeds`."""
     seen: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None or any(item.get_closest_marker(name) for name in ("cuda", "multigpu")):
-            continue
         family = item.nodeid.partition("[")[0]
-        if not chosen(seen[family], mark.args[0]):
+        if any(item.get_closest_marker(name) for name in ("cuda", "multigpu")):
+            continue
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and not chosen(seen[family], mark.args[0]):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.seeds)
         else:
-            if not chosen(kept[family], 2):
+            quick = item.get_closest_marker("quick")
+            share = 1 if quick is None else quick.args[0]
+            if not chosen(kept[family], share * (1 if mark is None else 2)):
                 item.add_marker(pytest.mark.slow)
             kept[family] += 1
         seen[family] += 1

@@ -105,7 +105,8 @@ class Explanation:
             lines += ["", f"Stopped {self.stopped}"]
         return "\n".join(lines)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
     def to_json(self) -> str:
         """Return everything as JSON, with every row and the names of dtypes."""

@@ -97,7 +97,8 @@ class OpTable(Mapping[str, str]):
             lines += ["", *textwrap.wrap(f"{noted}: {note}", width, break_long_words=False, break_on_hyphens=False)]
         return "\n".join(lines)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
     def to_json(self) -> str:
         """Return the table as JSON, which `from_json` reads."""

@@ -245,6 +245,7 @@ def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("source", ["uint8", pytest.param("prefetch", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_scan_trains_the_same_steps(source: str, tmp_path: Path) -> None:
     """R11: a scan of 96 steps per call reaches the loss that single steps reach, with decoded images too."""
     flags = ("--model", "mine:pictures", "-b", "4", "--input", source, "--variants", "amp", "scan")

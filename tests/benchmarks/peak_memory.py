@@ -87,7 +87,7 @@ def switch(way: str) -> None:
     from ampkit._step.working_weights import WorkingWeights
 
     if way == "plain":
-        pool._excluded = lambda: True  # type: ignore[method-assign]  # in this process only
+        pool.allocator_settings = lambda: ("", True)  # in this process only: as if the user had chosen segments
     elif way == "no-working":
         WorkingWeights.in_place = lambda self, kept=None: nullcontext()  # type: ignore[method-assign, assignment]
     elif way == "no-split":

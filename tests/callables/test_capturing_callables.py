@@ -89,6 +89,7 @@ def trained(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("capturing", ["auto", False, True])
+@pytest.mark.quick(3)
 def test_the_answer_is_the_same_in_every_pass(engine: Engine, capturing: str | bool, checkpointed: bool) -> None:
     """R2: also where a checkpointed function is called again in backward; bits are those of eager with this answer."""
     told = capturing is True

@@ -125,6 +125,7 @@ def train(engine: Engine, kind: tuple[torch.dtype, bool] | None, optimizer: str,
 @pytest.mark.parametrize("kind", AUTOCASTS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("sample_in_autocast", [False, True])
+@pytest.mark.quick(4)
 def test_g6_training_is_bitwise_ungraphed(
     engine: Engine, kind: tuple[torch.dtype, bool] | None, optimizer: str, sample_in_autocast: bool
 ) -> None:
@@ -137,6 +138,7 @@ def test_g6_training_is_bitwise_ungraphed(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("shared", ["a tuple", "a handle", "nothing"])
 @pytest.mark.parametrize("kind", [None, (torch.bfloat16, True)])
+@pytest.mark.quick(3)
 def test_g6_sections_of_a_network(engine: Engine, shared: str, kind: tuple[torch.dtype, bool] | None) -> None:
     """G6: modules and a loss function, made in one call, in several with one pool, or alone, with eager code between.
 
@@ -295,6 +297,7 @@ def test_g4_any_order_of_calls_and_backward_passes(engine: Engine, shared: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.quick(4)
 def test_g4_random_orders(engine: Engine, seed: int) -> None:
     """G4, G6: random calls, backward passes (some of them twice), dropped calls and steps of three modules."""
     device, draw = engine[0], random.Random(seed)
@@ -780,6 +783,7 @@ def test_g6_modes_and_frozen_parameters(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["lstm", "tied", "checkpoint", "embedding", "nested", "parametrized", "marked"])
+@pytest.mark.quick(4)
 def test_kinds_of_modules(engine: Engine, kind: str) -> None:
     """G6: parameters in a list, shared, checkpointed, parametrized, with attributes, or with sparse gradients."""
     device = engine[0]
@@ -1010,6 +1014,7 @@ def test_g6_legacy_backward_hooks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", ["replaced", "wrapped", "moved", "assigned"])
+@pytest.mark.quick(2)
 def test_g12_parameters_replaced_or_moved(engine: Engine, change: str) -> None:
     """G12: graphs of the old memory are freed with one warning, unless a backward pass needs them."""
     device = engine[0]
@@ -1099,6 +1104,7 @@ class Attribute(nn.Linear):
         ("parameter outside", r"a tensor of shape \(6,\) that requires grad and is neither"),
     ],
 )
+@pytest.mark.quick(4)
 def test_what_a_replay_would_not_do_is_eager(engine: Engine, kind: str, says: str) -> None:
     """G6: one warning names the change and it is undone. Every call is eager, with its effects on module and input."""
     device = engine[0]

@@ -139,6 +139,7 @@ def test_what_is_not_a_change(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["seed", "index", "outputs", "pattern", "name", "lines"])
+@pytest.mark.quick(3)
 def test_only_what_the_step_itself_calls_reads(engine: Engine, name: str) -> None:
     """W2: functions of Python's library that torch and ampkit call read these names, but of no object of the step's."""
     device, graph = engine
@@ -292,6 +293,7 @@ class Reads(nn.Module):
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_step_in_parts(engine: Engine) -> None:
     """R4: an attribute that a captured part reads has changed: the parts are captured again, and have the new value."""
     device, graph = engine
@@ -335,6 +337,7 @@ def test_the_warning_names_it() -> None:
     step(x)
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_in_each_call_ends_the_capture() -> None:
     """R9: no graph is captured any more, and a warning says so."""
     model = Net("cpu")

@@ -100,6 +100,7 @@ def test_activation_checkpointing(engine: Engine, reentrant: bool) -> None:
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("part", ["model", "child", "in place", "loss_fn"])
 @allow_inductor_warnings
+@pytest.mark.quick(4)
 def test_cuda_graphs_of_their_own_are_refused(mode: str, part: str) -> None:
     """torch.compile(mode="reduce-overhead") captures by itself: refused with the remedy, fine with graph="off"."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

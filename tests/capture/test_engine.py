@@ -74,6 +74,7 @@ def test_layouts_called_alternately(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", ["dtype", "stride", "tree", "constant"])
+@pytest.mark.quick(2)
 def test_another_layout_is_another_graph(engine: Engine, change: str) -> None:
     """G10: a changed dtype, stride, tree or constant has a warm-up and a capture of its own; the first graph stays."""
 

@@ -152,6 +152,7 @@ LOOK_UP: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 @pytest.mark.parametrize(("function", "looks_up"), LOOK_UP.values(), ids=LOOK_UP)
+@pytest.mark.quick(3)
 def test_texts_that_look_something_up(function: Callable[..., Any], looks_up: bool) -> None:
     assert ("third" in names_looked_up(function.__code__)) == looks_up
     assert "third" in names(function.__code__)
@@ -216,6 +217,7 @@ def debugged(debugger: Any) -> Any:
 
 
 @pytest.mark.parametrize("commands", ["n n n n c", "n s n n n r n u d w c", "s s r n unt c", "BREAK c r c"])
+@pytest.mark.quick(2)
 def test_a_debugger_that_a_call_starts(commands: str) -> None:
     """It stops at the lines at which it stops without ampkit, and says nothing else. All counts as read."""
     texts = []

@@ -110,6 +110,7 @@ def train(kind: type[Any], lengths: list[int], engine: tuple[str, str]) -> tuple
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [Attribute, Variable])
 @pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.quick(4)
 def test_a_cache_is_compared(sequence: str, kind: type[nn.Module], engine: tuple[str, str]) -> None:
     """R7: a graph never reads a cache that was replaced, by the step itself or by others. It may be freed."""
     lengths = SEQUENCES[sequence]
@@ -122,6 +123,7 @@ def test_a_cache_is_compared(sequence: str, kind: type[nn.Module], engine: tuple
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.quick(3)
 def test_what_each_call_replaces_is_no_cache(sequence: str, engine: tuple[str, str]) -> None:
     """R7: it is not compared, also where several lengths are warmed up in turns."""
     lengths = SEQUENCES[sequence]

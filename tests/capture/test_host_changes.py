@@ -70,7 +70,7 @@ def changes_a_mode_to_and_fro(training: Training) -> None:
     training.model.norm.train(not training.model.norm.training)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*train/eval mode or requires_grad changed:ampkit.CaptureWarning")
 @pytest.mark.parametrize("change", [evaluates, freezes_and_unfreezes, changes_a_mode_to_and_fro])
 @pytest.mark.parametrize("verify", [0, 2])

@@ -136,7 +136,7 @@ def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, l
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_ways_to_draw_and_to_compare(engine: Engine, decide: str) -> None:
     """R3: draws of any kind and their comparisons on the CPU, as long as the host learns a truth or a whole number."""
     twins = Twins(engine, lambda: Layers(0.2, 2, DECISIONS[decide]))
@@ -276,6 +276,7 @@ def random_numbers() -> Iterator[None]:
 @pytest.mark.usefixtures("random_numbers")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.quick(4)
 def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
     """R3: a draw that reaches the device, a return value or Python, and draws of others: eager, and named."""
     device, graph = engine
@@ -297,6 +298,7 @@ def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"policy": "float16"}, {"verify": 3}, {"warmup": 5}], ids=str)
+@pytest.mark.slow
 def test_with_options(engine: Engine, options: dict[str, Any]) -> None:
     """R3: micro-batches, a loss scale, dropout between the draws, verified replays, a longer warm-up."""
     twins = Twins(engine, lambda: Layers(0.2, 2, dropout=0.3), max_norm=1.0, **options)
@@ -340,6 +342,7 @@ def test_a_loader_draws_between_the_steps(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_resume(engine: Engine) -> None:
     """R3: state and generator of an earlier call are loaded; the calls behind it are repeated bit by bit."""
     twins = Twins(engine, lambda: Layers(0.3, 2))
@@ -394,6 +397,7 @@ def test_a_wrong_input_draws_nothing(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R3: outcomes beyond those that are learned are eager steps, without a slow check of each, and one warning."""
     monkeypatch.setattr("ampkit._capture.engine.host_draws.MOST_PATHS", 6)
@@ -408,6 +412,7 @@ def test_too_many_outcomes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decide", ["rand([]) < p", "bernoulli", "1 - p < item()"])
+@pytest.mark.slow
 def test_a_rate_that_changes(engine: Engine, decide: str) -> None:
     """R3: the rate of a schedule, kept as an attribute, is another number for some calls: never a frozen comparison."""
     twins = Twins(engine, lambda: Layers(0.1, 2, DECISIONS[decide]))
@@ -422,6 +427,7 @@ def test_a_rate_that_changes(engine: Engine, decide: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_rate_that_changes_all_the_time(engine: Engine) -> None:
     """R3: such a step stays eager, the report says why, and the step stays right."""
     twins = Twins(engine, lambda: Layers(0.5, 2))

@@ -61,6 +61,7 @@ CHANGES: dict[str, Callable[[Scaled], object]] = {
 
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.quick(2)
 def test_a_change_in_place_is_noticed(engine: tuple[str, str], change: str) -> None:
     """R7: another value is another graph, with the bits of eager steps; the first value finds the first graph."""
     results = []

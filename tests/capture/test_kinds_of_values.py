@@ -95,6 +95,7 @@ class Run:
 
 @pytest.mark.parametrize("place", ["attribute", "variable"])
 @pytest.mark.parametrize(("first", "second", "again"), REPLACED.values(), ids=REPLACED)
+@pytest.mark.quick(4)
 def test_a_value_is_replaced(first: Any, second: Any, again: Any, place: str) -> None:
     """R7: another value is another graph; an equal one has the graph that is there."""
     run = Run(place, first)
@@ -115,6 +116,7 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("place", ["attribute", "variable"])
 @pytest.mark.parametrize(("value", "change"), IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.quick(4)
 def test_numbers_in_memory_change_in_place(value: Any, change: Callable[[Any], object], place: str) -> None:
     """R7: what is in a small array is compared in each call."""
     run = Run(place, value[...].copy() if isinstance(value, numpy.ndarray) else value[:])

@@ -44,6 +44,7 @@ def graphed(model: nn.Module, engine: Engine, function: Callable[..., Any] | Non
 @pytest.mark.parametrize("verify", [0, 2])
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(4)
 def test_an_argument_in_a_buffer_that_changes(engine: Engine, alias: str, verify: int) -> None:
     """An eager call would see the change, and a replay would not. So it is an InputMismatch with both paths."""
     model = Counter(engine[0])

@@ -54,7 +54,12 @@ OVERFLOWS = ["--policy", "float16", "--overflows", "1", "9"]
     ("options", "accumulate"),
     [
         pytest.param([], 1, id="float32"),
-        pytest.param(["--policy", "bfloat16", "--max-norm", "0.5"], 3, id="bfloat16-clip", marks=pytest.mark.slow),
+        pytest.param(
+            ["--policy", "bfloat16", "--max-norm", "0.5"],
+            3,
+            id="bfloat16-clip",
+            marks=[pytest.mark.slow, pytest.mark.ranks],
+        ),
         pytest.param(
             [*OVERFLOWS, "--max-norm", "0.5"], 3, id="float16-clip-overflow-on-one-rank", marks=pytest.mark.slow
         ),
@@ -137,6 +142,7 @@ def test_one_rank_cannot_capture() -> None:
     [["2"], ["1", "3", "4", "5", "7"]],
     ids=["in the warm-up", "often enough to be captured"],
 )
+@pytest.mark.sampled(2)
 def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
     """L4: a short batch on rank 1 alone, before or after the capture, neither hangs nor changes a bit."""
     rows = launch("--graph", "emulate", "off", "--odd-calls", *calls, timeout=45)
@@ -145,6 +151,7 @@ def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["imported", "nothing"])
+@pytest.mark.sampled(2)
 def test_a_job_ends(how: str) -> None:
     """L4: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     for row in launch("--model", "mlp", "--graph", "emulate", "--end", how, forked=False):
@@ -162,7 +169,7 @@ def test_a_job_ends(how: str) -> None:
     [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("5", gloo_ends.HOW_SHARDED)],
     ids=["group destroyed", "group not destroyed", "fully_shard"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
 
@@ -202,6 +209,7 @@ rank_script.rows_of(["early", "late"], row)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forked", [False, True], ids=["processes", "forks"])
+@pytest.mark.sampled(2)
 def test_where_ranks_are_late_their_stacks_are_shown(tmp_path: Path, forked: bool) -> None:
     """R10: where one waits and where the other sleeps; the case before has its rows, and a later one is not tried."""
     script = tmp_path / "late.py"

@@ -193,6 +193,7 @@ def power_sgd() -> DistributedDataParallel:
         pytest.param(with_mixed_precision, "pass policy='bfloat16'", id="mixed precision"),
     ],
 )
+@pytest.mark.quick(3)
 def test_what_a_graph_cannot_hold_is_refused(made: Callable[[], DistributedDataParallel], words: str) -> None:
     """L4: the message names what cannot be captured, and what to write instead."""
     step = step_of(made(), on_failure="raise")
@@ -222,6 +223,7 @@ def test_what_is_not_compiled_is_refused(made: Callable[[], nn.Module], words: s
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("policy", "copies"), [(None, 0), ("bfloat16", 1)])
+@pytest.mark.slow
 def test_compiled_code_ends_where_buckets_do(monkeypatch: pytest.MonkeyPatch, policy: str | None, copies: int) -> None:
     """R11, L4: a bucket of gradients is exchanged while the rest of the backward runs; no line is blamed for that."""
     compiled = []

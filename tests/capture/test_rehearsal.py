@@ -122,6 +122,7 @@ def trained(net: nn.Module, engine: Engine, graph: str, loss_fn: Loss = square, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [kind for kind in VARYING if kind != "clock"])
+@pytest.mark.quick(4)
 def test_what_varies_on_the_host_is_never_frozen(engine: Engine, kind: str) -> None:
     """A number, an operation, a shape or a parameter that the host chooses anew: one warning with the line, and eager
     steps with eager's bits.
@@ -353,6 +354,7 @@ def test_a_step_that_takes_columns_of_rows_of_a_data_set(
     assert (report.replays if how == "step" else report.launches) > 2, report
 
 
+@pytest.mark.slow
 def test_an_operation_across_two_records_does_not_crash() -> None:
     """A thread loads data in a `record_function`, as DataLoader does, from one record to the next: no segmentation
     fault, as on 595f9e4, and each record has what ran in it.

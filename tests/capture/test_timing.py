@@ -63,6 +63,7 @@ def test_the_report_says_what_replays_saved(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_inputs_that_take_turns_are_all_timed(engine: Engine) -> None:
     """Each graph has its own times, also where another one is called in between; those that went count on."""
     report = trained(engine, [4, 6, 8] * 8).report()

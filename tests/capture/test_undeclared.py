@@ -134,6 +134,7 @@ def values(case: Case) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(3)
 def test_it_is_refused_at_the_capture(engine: Engine, kind: type[Case]) -> None:
     """The message names what it is, the line that uses it and what to declare; no call was done half."""
     device, graph = engine
@@ -151,6 +152,7 @@ def test_it_is_refused_at_the_capture(engine: Engine, kind: type[Case]) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(3)
 def test_it_goes_on_eagerly(engine: Engine, kind: type[Case]) -> None:
     """With on_failure="eager" there is one warning, and the values of plain calls, also when a rate changes."""
     device, graph = engine

@@ -376,6 +376,7 @@ def test_the_warning_names_it() -> None:
         step(torch.ones(8, 4))
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_in_each_call() -> None:
     """R9: nothing is captured until that stops, and a warning names the variable."""
     world = World("cpu")
@@ -567,6 +568,7 @@ def test_code_of_installed_packages_is_not_looked_at() -> None:
     assert (step.captures, step.replays) == (1, 12 - 3)
 
 
+@pytest.mark.slow
 def test_code_of_a_command() -> None:
     """`python -c` has no file."""
     code = "\n".join(

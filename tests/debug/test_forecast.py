@@ -68,6 +68,7 @@ def case(name, optimizer="sgd"):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick(3)
 def test_equals_the_recorded_step(name, optimizer):
     """P2: on a CPU, the forecast is what the same step takes when it is recorded, category by category, at its peak.
 
@@ -295,7 +296,7 @@ OF_TORCH = sorted(
 DEVICES = ["cpu", pytest.param("cuda", marks=cuda_build)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", every(4, OF_TORCH), ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch(kind, device):
@@ -696,7 +697,7 @@ class Recurrent(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @cuda_build
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_observed_steps_are_graphs_of_their_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_verify_compares_statistics_too(engine: Engine) -> None:
     """The buffer is declared state: replays are verified against eager, and count nothing twice."""
     with deterministic():
@@ -313,6 +314,7 @@ def test_planted_underflow_of_a_resnet(engine: Engine, kind: str, build: Callabl
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_overflow_in_backward_is_told_from_where_gradients_meet(engine: Engine, kind: str) -> None:
     """The module whose own share overflows is named, not the sum of shares that comes to the block before."""
     torch.manual_seed(0)
@@ -484,6 +486,7 @@ def loop(scaler: torch.amp.GradScaler, device: str, *, late: bool = False, accum
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampkit.GradScaler])
+@pytest.mark.quick(2)
 def test_a_loop_of_ones_own(device: str, late: bool, kind: type[torch.amp.GradScaler]) -> None:
     """Every step observed, gradients as they are before unscale_, the scale of the step, eval mode left out."""
     report = loop(kind(device, init_scale=256.0), device, late=late)
@@ -715,6 +718,7 @@ def test_compiled_modules_are_measured_from_outside() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_functions_hold_nothing_that_is_measured() -> None:
     """A compiled loss, first compiled in an observed step: modules never called, parameters seen."""
     torch.compiler.reset()

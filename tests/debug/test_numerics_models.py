@@ -99,7 +99,7 @@ def train(model: nn.Module, graph: str, watched: bool, policy: str | None = "flo
     return {name: param.detach().clone() for name, param in model.named_parameters()}, watch
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.*there are nested tensors, and torch cannot record:ampkit.CaptureWarning")
 @pytest.mark.parametrize("graph", ["emulate", "off"])

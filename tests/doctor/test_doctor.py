@@ -290,6 +290,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS.values(), ids=FAULTS)
+@pytest.mark.quick(4)
 def test_fault(script, text):
     """What is planted is found on its line, and nothing else."""
     path, found = script(text)
@@ -580,6 +581,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("text", SOUND.values(), ids=SOUND)
+@pytest.mark.quick(4)
 def test_no_fault(script, text):
     """What is in order is not reported, and every check ran."""
     _, found = script(text)
@@ -651,6 +653,7 @@ def test_lightning(script):
 @pytest.mark.parametrize(
     "configured", ["[optimizer]", "optimizer", "([optimizer], [cycle])", '{"optimizer": optimizer}']
 )
+@pytest.mark.quick(4)
 def test_lightning_without_faults(script, configured):
     """All forms of one optimizer; a scheduler that is stepped per epoch changes nothing between steps."""
     pytest.importorskip("lightning.pytorch")

@@ -94,6 +94,7 @@ def test_equals_lightning(
 @pytest.mark.parametrize("kind", ["32-true", "bf16-true"])  # Lightning refuses it in bf16-mixed, too
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_fused_clipping_that_clips_nothing_equals_lightning(engine: Engine, tmp_path: Path, kind: str) -> None:
     """L1: a limit that no gradient reaches is a division by 1, which is exact."""
     device, graph = engine
@@ -106,6 +107,7 @@ def test_fused_clipping_that_clips_nothing_equals_lightning(engine: Engine, tmp_
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_clipping_of_float16_is_that_of_lightning(tmp_path: Path, accumulate: int) -> None:
     """L1: it rounds once where Lightning rounds twice; the steps that are skipped are the same."""
     options: dict[str, Any] = {"kind": "16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
@@ -132,6 +134,7 @@ def test_clipping_by_value_equals_lightning(engine: Engine, tmp_path: Path, kind
 @pytest.mark.parametrize("kind", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_half_precision_modules(engine: Engine, tmp_path: Path, kind: str) -> None:
     """The module's parameters are of the low dtype, and there is no loss scale."""
     device, graph = engine
@@ -142,6 +145,7 @@ def test_half_precision_modules(engine: Engine, tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_fused_float16_with_clipping(engine: Engine, tmp_path: Path) -> None:
     """L5: Lightning refuses it; here it works, and a graph computes what eager steps do."""
     device, graph = engine
@@ -299,7 +303,7 @@ def test_schedulers(engine: Engine, tmp_path: Path, name: str) -> None:
     ],
     ids=["limit", "overfit", "max_steps", "window longer than an epoch", "accumulation changes"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_parts_of_epochs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Lightning says which batches there are, and which of them ends a window."""
@@ -392,6 +396,7 @@ def test_verify(engine: Engine, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- its own readings
 
 
+@pytest.mark.slow
 def test_readings_reach_every_logger(tmp_path: Path) -> None:
     """Loss scale, skipped steps, gradient norm, speed, replays: every log_every_n_steps, under the step they are of."""
     run = fit(tmp_path, "cpu", "emulate", kind="16-mixed", gradient_clip_val=0.1, log_every_n_steps=5)
@@ -420,6 +425,7 @@ def test_readings_have_what_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_readings_reach_the_progress_bar(tmp_path: Path, bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Both bars of Lightning show them, beside what the module logs for the bar."""
     shown: list[dict[str, Any]] = []
@@ -528,6 +534,7 @@ BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_optimizer_that_no_graph_can_hold_steps_behind_the_graph(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: dict[str, Any]
 ) -> None:
@@ -660,6 +667,7 @@ def test_stepped_eagerly(tmp_path: Path, make: Any, data: Any, options: dict[str
         fit(tmp_path / "raise", "cpu", "emulate", make=make, data=batches, **options)
 
 
+@pytest.mark.slow
 def test_batch_idx_may_be_passed_on(tmp_path: Path) -> None:
     """An argument that goes to another method and is used there by nobody changes nothing."""
     assert fit(tmp_path, "cpu", "emulate", make=PassesIndex).report.replays == 19
@@ -726,6 +734,7 @@ class WeightedByConfig(Net):
         ),
     ],
 )
+@pytest.mark.slow
 def test_numbers_of_the_module_are_part_of_the_key(engine: Engine, make: type[Net], says: str, tmp_path: Path) -> None:
     """A graph is of one value of each number that training_step reads; another value has its own."""
     device, graph = engine
@@ -795,6 +804,7 @@ class AsksForSlopes(Net):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_step_that_asks_for_a_gradient_of_its_batch(engine: Engine, tmp_path: Path) -> None:
     """Training and validation get a batch that is new for autograd, also where a loader gives out the same tensors."""
     device, graph = engine
@@ -845,6 +855,7 @@ def test_hooks_are_told(tmp_path: Path) -> None:
     assert run.module.backwards == 22
 
 
+@pytest.mark.slow
 def test_prog_bar_is_advised_against_once(tmp_path: Path) -> None:
     """On a GPU a value for the bar is read on every batch: said once. On a CPU nothing waits."""
 
@@ -873,6 +884,7 @@ def test_policy_and_precision_must_agree(tmp_path: Path) -> None:
         fit(tmp_path, "cpu", "emulate", kind="bf16-mixed", options={"policy": "float16"})
 
 
+@pytest.mark.slow
 def test_rules_for_operations_hold_in_training_and_validation(tmp_path: Path) -> None:
     """A policy with a rule computes otherwise than one without, and leaves nothing behind."""
     seen: dict[str, torch.dtype] = {}
@@ -894,6 +906,7 @@ def test_rules_for_operations_hold_in_training_and_validation(tmp_path: Path) ->
     assert seen == {"training": torch.float32, "validation": torch.float32}
 
 
+@pytest.mark.slow
 def test_rules_for_modules_hold_while_fit_runs(tmp_path: Path) -> None:
     """The module follows them without being asked to, and is itself again behind the fit."""
     policy = ampkit.Policy(compute="bfloat16", modules={nn.Linear: "float32"})
@@ -1003,6 +1016,7 @@ def test_an_error_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     assert "step" not in vars(trainer.optimizers[0])
 
 
+@pytest.mark.slow
 def test_two_callbacks_are_an_error(tmp_path: Path) -> None:
     """Each would capture the other."""
     with pytest.raises(ValueError, match="there are two AmpkitCallbacks"):
@@ -1026,6 +1040,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
         AmpkitCallback(**options)
 
 
+@pytest.mark.slow
 def test_report_before_and_after(tmp_path: Path) -> None:
     """Before a fit it is empty; behind one it still tells of the graphs that there were."""
     assert AmpkitCallback().report().replays == 0
@@ -1034,6 +1049,7 @@ def test_report_before_and_after(tmp_path: Path) -> None:
     assert report.eager == {"warm-up": 3}
 
 
+@pytest.mark.slow
 def test_on_a_cpu_it_says_that_it_captures_nothing(tmp_path: Path) -> None:
     """graph="auto" without a GPU: one warning, and the steps of Lightning."""
     plain = fit(tmp_path / "plain", "cpu", None)
@@ -1042,6 +1058,7 @@ def test_on_a_cpu_it_says_that_it_captures_nothing(tmp_path: Path) -> None:
     assert_same_runs(plain, ours)
 
 
+@pytest.mark.slow
 def test_import_without_lightning() -> None:
     """`import ampkit` does not need it; `import ampkit.lightning` says what to install."""
     code = """

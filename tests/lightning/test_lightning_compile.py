@@ -76,6 +76,7 @@ def test_clipping_by_value_is_not_compiled(tmp_path: Path) -> None:
 
 
 @quiet
+@pytest.mark.slow
 def test_batch_idx_keeps_the_step_from_being_compiled(tmp_path: Path) -> None:
     """R11: each number of a batch would be compiled by itself, so a warning says that nothing is."""
     with pytest.warns(AmpkitWarning, match=r"compile='default'\): training_step uses batch_idx"):
@@ -95,6 +96,7 @@ def test_wrong_arguments() -> None:
 
 @quiet
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_what_is_compiled_already_is_refused(tmp_path: Path) -> None:
     """R11: a network that torch.compile has compiled, as in a step of one's own."""
 
@@ -108,6 +110,7 @@ def test_what_is_compiled_already_is_refused(tmp_path: Path) -> None:
 
 
 @quiet
+@pytest.mark.slow
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: a strategy with several processes; nothing is launched, since `setup` is called by itself."""
     trainer = pl.Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False, enable_checkpointing=False)

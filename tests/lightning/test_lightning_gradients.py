@@ -76,6 +76,7 @@ SETTINGS = [("32-true", 1), ("bf16-mixed", 3), ("16-mixed", 1)]
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
 @pytest.mark.parametrize(("make", "name"), [(case[0], case[2]) for case in USERS], ids=[case[2] for case in USERS])
 @pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_a_hook_that_uses_gradients_gets_them(tmp_path: Path, make: Any, name: str, kind: str, accumulate: int) -> None:
     """Item 6: from the first step on, bit by bit those of Lightning without ampkit. One warning names hook and line."""
     options: dict[str, Any] = {"make": make, "kind": kind, "accumulate_grad_batches": accumulate}
@@ -113,6 +114,7 @@ class MeasuresBehind(Callback):
 )
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_a_gradient_that_is_not_there(
     tmp_path: Path, make: Any, callbacks: Any, steps: int, message: str, kind: str, accumulate: int
 ) -> None:
@@ -138,6 +140,8 @@ def test_a_gradient_that_is_not_there(
 @pytest.mark.filterwarnings("ignore:.*will be called after the optimizer")
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
 @pytest.mark.parametrize("graph", ["emulate", "off"])
+@pytest.mark.quick(2)
+@pytest.mark.slow
 def test_where_lightning_refuses_to_clip(tmp_path: Path, graph: str, on_failure: str) -> None:
     """Item 6: Lightning by itself would not do the first step here. The hook is ended with a message, not with None."""
     options: dict[str, Any] = {"make": lambda: ByObject(fused), "kind": "bf16-mixed", "gradient_clip_val": 0.1}
@@ -169,6 +173,7 @@ class Averages(Net):
             self.average = sum(param.mean() for param in self.parameters() if param.requires_grad)
 
 
+@pytest.mark.slow
 def test_what_uses_no_gradients_is_captured(tmp_path: Path) -> None:
     """Hooks whose code has the word, and those that train another model, do not keep a step from being captured."""
     with pytest.warns(ampkit.AmpkitWarning, match=r"Averages\.on_before_zero_grad will be called after") as caught:
@@ -181,6 +186,7 @@ def test_what_uses_no_gradients_is_captured(tmp_path: Path) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "accumulate"), [(kind, n) for kind in ("32-true", "16-mixed") for n in (1, 3)])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_every_hook_is_called_as_ever(engine: Engine, tmp_path: Path, kind: str, accumulate: int) -> None:
     """L1: those between backward and the optimizer's step, too; for them Lightning does the first step of a fit."""
     device, graph = engine
@@ -206,6 +212,7 @@ class Copied(Net):
         self.trainer = trainer
 
 
+@pytest.mark.slow
 def test_hooks_are_put_back(tmp_path: Path) -> None:
     """After a fit, and after one that failed, a module has its own hooks; copies made meanwhile have theirs."""
     module = Copied(dropout=0.0)

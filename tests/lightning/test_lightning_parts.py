@@ -146,6 +146,7 @@ def test_a_number_that_changes_in_each_epoch(engine: Engine, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_all_or_nothing(engine: Engine, tmp_path: Path) -> None:
     """L1, R4: with on_failure="eager" nothing is captured, and the report names the line."""
     device, graph = engine

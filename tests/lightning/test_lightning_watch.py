@@ -54,6 +54,7 @@ def test_no_bit_changes(engine: Engine, tmp_path: Path, kind: str, accumulate: i
     assert runs[0].callback.numerics is runs[0].callback.memory is None
 
 
+@pytest.mark.slow
 def test_figures_reach_the_loggers(tmp_path: Path) -> None:
     """Numbers in each reading, as far as the host knows them by then; bytes by category once."""
     run = fit(tmp_path, "cpu", "emulate", kind="16-mixed", options={"numerics": 2, "memory": True})
@@ -76,6 +77,7 @@ class Overflowing(Net):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_overflow_is_named(engine: Engine, tmp_path: Path) -> None:
     """A layer that overflows is named with its direction, under a Trainer as elsewhere."""
     device, graph = engine
@@ -101,6 +103,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"warmup": 2}, {"graph": "off", "warmup": 1}], ids=str)
+@pytest.mark.slow
 def test_memory_with_a_short_warm_up(tmp_path: Path, options: dict[str, Any]) -> None:
     """The first step is recorded where the second is under the preflight; without a graph there is no preflight."""
     run = fit(tmp_path, "cpu", options.pop("graph", "emulate"), options={"memory": True, **options})
@@ -108,6 +111,7 @@ def test_memory_with_a_short_warm_up(tmp_path: Path, options: dict[str, Any]) ->
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.slow
 def test_a_compiled_part_runs_on(tmp_path: Path) -> None:
     """The step whose memory is recorded runs eagerly, and it alone: all others run what torch.compile has made."""
     calls = []

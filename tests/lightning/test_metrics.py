@@ -133,6 +133,7 @@ def test_figures_of_a_fit(engine: Engine, tmp_path: Path) -> None:
         assert both == pytest.approx(8 * 1000)  # batches of 8
 
 
+@pytest.mark.slow
 def test_no_figures_in_the_logger(tmp_path: Path) -> None:
     """log=False leaves the logger to the module; the progress bar shows the figures all the same."""
     shown: list[dict[str, Any]] = []
@@ -190,6 +191,7 @@ def test_statistics_that_have_not_arrived_are_not_waited_for(monkeypatch: pytest
 
 
 @pytest.mark.cuda
+@pytest.mark.slow
 def test_figures_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """X2: what ampkit does for the logger and the bar between two batches does not wait for the device."""
     original = Fit.read_statistics

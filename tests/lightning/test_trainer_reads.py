@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from families import few
 from harness import ENGINES
 from lightning_harness import QUIET, Net, Run, _silent, adamw, assert_same_runs, fit, fused, halving  # noqa: F401
 from torch import Tensor, nn
@@ -144,10 +145,10 @@ def runs_of(engine: Engine, folder: Path, kind: Callable[[Any], pl.LightningModu
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", few([1, 3], (1,)))
 def test_modules_around_a_read_are_captured(engine: Engine, tmp_path: Path, kind: type[Reads], accumulate: int) -> None:
     """L1, R4: what is read is right in each step; the warning names the line, and what to write instead."""
     line = f"reads {KINDS[kind]} of the Trainer, and a graph would freeze its value."
@@ -183,6 +184,7 @@ class Behind(Reads):
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_what_is_not_read_keeps_nothing_from_being_captured(engine: Engine, tmp_path: Path) -> None:
     """R7: whole steps are replayed, until a condition becomes true. Then calls are watched anew."""
     _, ours = runs_of(engine, tmp_path, Behind, max_epochs=4)
@@ -214,6 +216,7 @@ class ByPart(Reads):
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_part_that_reads_is_not_captured(engine: Engine, tmp_path: Path) -> None:
     """R7: what is in it is, and the modules beside it."""
     _, ours = runs_of(engine, tmp_path, ByPart)
@@ -222,6 +225,7 @@ def test_a_part_that_reads_is_not_captured(engine: Engine, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
+@pytest.mark.slow
 def test_all_or_nothing(tmp_path: Path, on_failure: str) -> None:
     """L3: with the other values of `on_failure` nothing is captured, or the fit ends; the line is named as well."""
     options: dict[str, Any] = {"make": LogsNowAndThen, "options": {"on_failure": on_failure}}
@@ -248,6 +252,7 @@ class EpochByHelper(Reads):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_each_epoch_has_a_graph_if_its_number_is_read(engine: Engine, tmp_path: Path) -> None:
     """R7: also where no bytecode shows that. It takes one warm-up call more, in the first epoch."""
     _, ours = runs_of(engine, tmp_path, EpochByHelper, max_epochs=3)
@@ -271,6 +276,7 @@ class Watcher(pl.Callback):
         self.thread.join()
 
 
+@pytest.mark.slow
 def test_other_threads_may_read(tmp_path: Path) -> None:
     """Such as one that shows how far the training is."""
     assert fit(tmp_path, "cpu", "emulate", make=Reads, callbacks=[Watcher()]).report.replays == 19
@@ -284,6 +290,7 @@ class Compiled(Behind):
         self.net = torch.compile(self.net, backend="eager")
 
 
+@pytest.mark.slow
 def test_beside_compiled_code_bytecode_counts(tmp_path: Path) -> None:
     """R7: with `torch.compile` in the step, and with `compile=`."""
     said = "Behind.factor reads self.global_step, and a graph would freeze its value"
@@ -294,6 +301,7 @@ def test_beside_compiled_code_bytecode_counts(tmp_path: Path) -> None:
         fit(tmp_path / "compiled", "cpu", "emulate", make=Behind, options={"compile": "default"})
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """The classes are as they were, also after an error."""
 

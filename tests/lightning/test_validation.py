@@ -260,6 +260,7 @@ class Draws(Validated):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_random_numbers_buffers_and_numbers(engine: Engine, tmp_path: Path) -> None:
     """G5, L1: a replay draws what an eager step draws, so training goes on with the same bits; a buffer counts on."""
     device, graph = engine
@@ -323,6 +324,7 @@ class FitsTwice(Callback):
             raise RuntimeError("stop")
 
 
+@pytest.mark.slow
 def test_an_error_gives_the_steps_back(tmp_path: Path) -> None:
     """After an error the strategy has Lightning's steps again."""
     callback = FitsTwice()
@@ -520,7 +522,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), every(3, REFUSED), ids=[case[2][:40] for case in REFUSED])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], message: str) -> None:
     """L3: what a replay would leave out or freeze is found in the warm-up, and said once; Lightning validates."""
@@ -539,6 +541,7 @@ def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], m
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_metric_that_is_updated_behind_the_step(engine: Engine, tmp_path: Path) -> None:
     """L1: what the warning advises has the values of a metric that is updated in the step."""
     device, graph = engine
@@ -555,6 +558,7 @@ class ShowsInTheBar(Validated):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_mean_in_the_progress_bar_is_no_wait(engine: Engine, tmp_path: Path) -> None:
     """In validation Lightning reads it at the end only, so that there is nothing to warn of."""
     device, graph = engine
@@ -579,6 +583,7 @@ def test_a_tensor_of_inference_mode_that_changes(tmp_path: Path) -> None:
     assert "validation_step changes a tensor that was made in inference mode" in str(warning.message)
 
 
+@pytest.mark.slow
 def test_gradients_in_validation(tmp_path: Path) -> None:
     """Gradients that end with the step are a part of its graph. One that leaves some is left to Lightning."""
     options: dict[str, Any] = {"max_epochs": EPOCHS, "inference_mode": False}

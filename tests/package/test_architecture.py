@@ -64,6 +64,7 @@ MOST_ENTRIES = 18  # of the package: more is no map
 MOST_FILES = 14  # of a folder, beside its __init__.py
 MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at the top
 GRAPH = "_capture/graph/graph.py"
+LAYOUTS = "_capture/engine/layouts.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
 OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
@@ -207,6 +208,16 @@ def only_imports_later(node: ast.stmt) -> bool:
     return isinstance(node, ast.Import) and all(is_private(each.asname or "") for each in node.names)
 
 
+def layout_errors(tree: ast.Module, file: str) -> Iterator[str]:
+    """How far a layout is has one owner, which has methods for what others find out."""
+    if not file.startswith("_capture/engine/") or file == LAYOUTS:
+        return
+    for node in ast.walk(tree):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and root_name(node) in ("layout", "cold", "stage"):
+            yield f"{file}:{node.lineno}: only {LAYOUTS} sets {ast.unparse(node)}"
+
+
 RULES = [
     layer_errors,
     room_errors,
@@ -216,6 +227,7 @@ RULES = [
     private_torch_errors,
     cuda_graph_errors,
     init_errors,
+    layout_errors,
 ]
 
 
@@ -328,6 +340,8 @@ def test_the_package_is_a_map():
         (init_errors, "__init__.py", "import typing"),
         (init_errors, "__init__.py", "import typing as _typing\nif _typing.TYPE_CHECKING:\n    x = 1"),
         (init_errors, "debug/__init__.py", "import torch"),
+        (layout_errors, "_capture/engine/warm_up.py", "layout.problem = ''"),
+        (layout_errors, "_capture/engine/engine.py", "def f(cold):\n    cold.calls += 1"),
         (init_errors, "debug/__init__.py", "import torch as _torch"),
         (layer_errors, "debug/__init__.py", "from ..lightning import AmpkitCallback"),
     ],
@@ -346,6 +360,8 @@ def test_rule_finds(rule, file, code):
         ("_step/graphed.py", "from .parts.split import StepSplitter\nfrom .window import Window"),
         ("_torch/tensors/tree.py", "import torch\nfrom torch.utils import _pytree\ntorch._foreach_add_"),
         ("_capture/graph/graph.py", "import torch\ntorch.cuda.CUDAGraph"),
+        ("_capture/engine/layouts.py", "def f(cold):\n    cold.calls += 1"),
+        ("_capture/engine/warm_up.py", "def f(layout):\n    layout.refuse('')\n    layout.timing.eager.add(1, 2)"),
         ("_commands/bench/variants.py", "import importlib\nimportlib.import_module('ampkit.lightning')"),
         (
             "debug/__init__.py",

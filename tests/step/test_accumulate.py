@@ -185,6 +185,7 @@ def test_flush_of_an_empty_window_does_nothing(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_closing_within_a_window(engine: Engine) -> None:
     """Accumulated gradients outlive the graphs, because they are in no pool."""
     with deterministic():

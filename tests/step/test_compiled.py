@@ -145,6 +145,7 @@ def test_with_inductor(engine: Engine, mode: str, policy: str) -> None:
 
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_later_steps_compile_nothing(policy: str) -> None:
     """R11: neither a scheduler that sets another rate in each step, nor a skipped step, costs a compilation."""
     model = make_net("cpu")
@@ -183,6 +184,7 @@ def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_working_weights(engine: Engine) -> None:
     """R11: compiled code gets the copies of weights: it casts no weight itself. The uncaptured step has them."""
     seen: dict[bool, set[torch.dtype]] = {}
@@ -316,6 +318,7 @@ def broken_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_a_graph_break_is_named(engine: Engine) -> None:
     """R11: one warning has the line of a graph break, the report too, and the rest is compiled and captured."""
     with deterministic():
@@ -388,6 +391,7 @@ def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
+@pytest.mark.slow
 def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: the rest stays compiled, and the optimizer steps on gradients in float32 as without compile=."""
     monkeypatch.setattr(COMPILER, broken_inductor({"update"}))
@@ -449,6 +453,7 @@ def test_an_error_of_the_loss_is_the_users() -> None:
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.slow
 def test_verified() -> None:
     """R11: `verify` compares replays with calls of the same compiled code, and finds no difference."""
     _, step = trajectory(("cpu", "emulate"), "emulate", verify=2, sizes=(8,) * 6)
@@ -490,6 +495,7 @@ def test_another_mode_another_parameter(engine: Engine) -> None:
 @pytest.mark.parametrize("name", few(["muon", "sgd, not fused", "rmsprop"], ("muon",)))
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
     """R11: the report says why an update is not compiled, and forward and backward are compiled all the same."""
 
@@ -524,6 +530,7 @@ def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.slow
 def test_a_step_that_is_dropped_is_freed() -> None:
     """R11: neither compiled code nor its step is in a cycle that would keep the graphs alive."""
     _, step = trajectory(("cpu", "emulate"), "emulate")
@@ -618,6 +625,8 @@ class Weights:
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_what_the_compiled_loss_reads(fused: bool) -> None:
     """R7: a change is noticed, also if all that earlier calls have shown was forgotten.
 

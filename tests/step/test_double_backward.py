@@ -247,7 +247,7 @@ def trained_on(
     return [*losses, *(param.detach().clone() for param in model.parameters())], step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
@@ -369,6 +369,7 @@ def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("asks", ["the loss", "a module", "a module without autograd"])
+@pytest.mark.quick(3)
 def test_a_step_in_parts(engine: Engine, asks: str) -> None:
     """A module whose replay would not ask for a gradient of its input stays eager; the others are captured."""
 

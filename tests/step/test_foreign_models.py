@@ -11,6 +11,7 @@ ENGINES = [("cpu", "emulate"), pytest.param(("cuda", "auto"), marks=pytest.mark.
 @pytest.mark.parametrize("policy", foreign_models.POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.quick(4)
 def test_default_flags_have_the_bits_of_eager(engine: tuple[str, str], name: str, policy: str) -> None:
     """R1, R2: masks and attention are those of the eager call, though the code asks whether it is being captured."""
     pytest.importorskip("transformers")

@@ -148,6 +148,7 @@ def losses(net: nn.Module, calls: int = 5, **options: Any) -> tuple[list[float],
     return [step(torch.ones(2, 8)).loss.item() for _ in range(calls)], step
 
 
+@pytest.mark.slow
 def test_it_is_the_training_of_the_uncompiled_step(mesh: Any) -> None:
     """R11, R12: the losses of a step without compile, of a model that draws no random numbers."""
     expected, _ = losses(sharded(mesh))
@@ -221,6 +222,7 @@ def test_what_a_failing_compilation_has_begun_is_undone(mesh: Any, monkeypatch: 
     assert step.report().compiled[0].startswith("not compiled: 0, the loss")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_dropped_is_freed(mesh: Any) -> None:
     """R11, R12: neither compiled code nor the model's modules keep a step alive."""
     net = sharded(mesh)

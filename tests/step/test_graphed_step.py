@@ -81,7 +81,7 @@ def trajectory(engine: Engine, policy: str, optimizer: str, max_norm: float | No
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_bitwise_equal_to_eager(
     engine: Engine, policy: str, max_norm: float | None, optimizer: str, schedule: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_bitwise_equal_to_eager(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
 @pytest.mark.parametrize("optimizer", every(3, UNFUSED))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
     """S1, G7: optimizers with torch's defaults are captured too, with eager's bits, skips and schedule included."""
     with deterministic():
@@ -134,6 +134,7 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("rate", [0.1 / 3, 2.0**-6])
+@pytest.mark.quick(2)
 def test_the_bits_of_a_loop_written_with_torch(engine: Engine, optimizer: str, rate: float) -> None:
     """Without clipping, and with the rate that the documentation names, the step has the bits of torch's own loop."""
     device, graph = engine
@@ -218,6 +219,7 @@ def test_batches_may_be_trees(engine: Engine) -> None:
 @pytest.mark.parametrize("api", ["graphed_step", "graphed"])
 @pytest.mark.parametrize("graph", ["off", "replayed", "told"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(3)
 def test_what_the_loss_does_to_containers_stays_inside(engine: Engine, graph: str, api: str) -> None:
     """A replay cannot take an entry out of the user's batch, so no call does. A call that is made twice finds it."""
     device, told = engine[0], graph == "told"
@@ -270,6 +272,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["float", "tensor on the host", "tensor on the device", "one element"])
+@pytest.mark.quick(2)
 def test_learning_rate_takes_effect_in_the_next_step(engine: Engine, kind: str) -> None:
     """A rate that the user assigns is not frozen in the graph, and stays what the user assigned."""
     step, model, optimizer = make(engine, "sgd")
@@ -345,7 +348,7 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
         ("packed tensors", "saved_tensors_hooks around the step changed"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
     """G10: a change of what a graph has frozen leads to one warning, a warm-up and a new capture, with eager's bits."""
     device = engine[0]

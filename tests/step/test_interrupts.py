@@ -50,7 +50,8 @@ def no_warnings() -> Iterator[None]:
         for phase in phases
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
+@pytest.mark.quick(2)
 def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
     """R8: later calls train, replay what eager computes, and nothing is left on."""
     found = moments(kind, phase)
@@ -85,7 +86,8 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
                      id="parameters of a graphed callable"),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.quick(2)
 def test_where_it_hurt(kind: type[Job], phase: Phase, lines: list[str]) -> None:
     """R8: the moments between two changes that belong together."""
     found = moments(kind, phase)

@@ -98,7 +98,7 @@ def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bo
     ],
     ids=["plain", "scaled", "accumulated", "all"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
     """R4: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
     overflows = options.get("policy") == "float16"
@@ -159,6 +159,7 @@ class Remembering(torch.optim.Optimizer):
 @pytest.mark.parametrize("engine", [*ENGINES, ("cpu", "off")])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("in_state", [True, False])
+@pytest.mark.quick(4)
 def test_an_optimizer_may_keep_gradients(engine: Engine, accumulate: int, in_state: bool) -> None:
     """R5: no later call overwrites a gradient that the optimizer has seen. The bits are those of torch's own loop."""
     with deterministic(), warnings.catch_warnings():
@@ -483,6 +484,7 @@ def half_scale(optimizer: Any, i: int) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", [half_rate, rougher, half_scale])
+@pytest.mark.slow
 def test_a_number_that_changes_is_never_frozen(engine: Engine, change: Callable[[Any, int], object]) -> None:
     """R5: it steps behind the graph from then on, with the new number, and one warning says which it was."""
     with warnings.catch_warnings(record=True) as caught, deterministic():

@@ -456,6 +456,7 @@ def test_every_public_function_is_called() -> None:
 
 @examples(1500)
 @given(st.sampled_from(PAIRS), ANYTHING)
+@pytest.mark.slow
 def test_any_argument_works_or_is_named(pair: tuple[str, str], value: Any) -> None:
     """Item 6: every argument of every public function: a ValueError that names it and says what came."""
     name, argument = pair
@@ -573,6 +574,7 @@ class Training:
 
 @examples(40)
 @given(st.sampled_from(["step", "buckets", "graphed"]), st.lists(BATCHES, min_size=1, max_size=2), st.booleans())
+@pytest.mark.slow
 def test_any_batch_is_taken_or_refused(way: str, odd: list[Any], by_name: bool) -> None:
     """Item 6: with and without graphs alike: a refusal says where in the batch and changes nothing, and the next batch,
     whether new or already captured, gives the bits of a step that was never given the refused one.
@@ -597,6 +599,7 @@ def test_any_batch_is_taken_or_refused(way: str, odd: list[Any], by_name: bool) 
 
 @examples(25)
 @given(st.integers(0, 7), st.sampled_from([KeyError, RuntimeError, AssertionError, ZeroDivisionError, StopIteration]))
+@pytest.mark.slow
 def test_an_error_of_the_users_own_comes_through(at: int, kind: type[Exception]) -> None:
     """Item 6: what loss_fn raises is the same object, in any call, and the step goes on with the next batch."""
     raised = kind("the user's")

@@ -94,7 +94,7 @@ QUICK = ("bfloat16, clip", "schedule: step", "float16, all", "accumulate", "veri
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, QUICK))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_equals_single_calls(engine: Engine, case: str) -> None:
     """R11: K steps per launch have the bits of K calls: state, outputs, random numbers; with overflows, if scaled."""
     options = CASES[case]
@@ -171,6 +171,8 @@ def test_a_rate_that_the_user_changes(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("accumulate", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_launches(engine: Engine, accumulate: int) -> None:
     """R11: ceil(K / 16) launches and no capture for any K once two short lengths were seen, with whole windows."""
     run = Run(engine, accumulate=accumulate, schedule=SCHEDULES["step"])
@@ -220,6 +222,7 @@ def test_outputs_are_the_callers(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rate", ["float", "tensor"])
+@pytest.mark.slow
 def test_a_momentum_that_changes_now_and_then(engine: Engine, rate: str) -> None:
     """A graph holds the momentum as a constant: the launch ends before the change, and later ones have the new one."""
 
@@ -235,6 +238,7 @@ def test_a_momentum_that_changes_now_and_then(engine: Engine, rate: str) -> None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_momentum_that_changes_in_each_step(engine: Engine) -> None:
     """OneCycleLR cycles the momentum unless it is told not to: no call is ever captured, as without scan."""
     with pytest.warns(ampkit.CaptureWarning, match="cycle_momentum=False"):
@@ -271,6 +275,7 @@ def test_a_scheduler_that_is_not_torchs(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_open_window_and_a_short_end(engine: Engine) -> None:
     """Single micro-batches, scans that are no whole windows, flush: as single calls."""
     run = check(engine, (20, 0, 20, 0, 0, 31, 1, 5, 20), accumulate=3, max_norm=1.0, schedule=SCHEDULES["step"])
@@ -317,6 +322,7 @@ def test_an_optimizer_with_constant_numbers(engine: Engine, scheduled: bool) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_buckets_and_numerics(engine: Engine) -> None:
     """Padded and observed calls are made one by one, as by single calls."""
 
@@ -355,6 +361,7 @@ def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_betas_in_a_list_that_change_in_place(engine: Engine) -> None:
     """As they come out of a JSON file: a change of one number in the list ends a launch, too."""
 
@@ -398,6 +405,7 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""
     if engine[0] == "cpu":
@@ -435,6 +443,7 @@ def test_ranks(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_settings_that_change(engine: Engine) -> None:
     """Graphs of another mode, or of memory that was replaced, are not launched. The old mode finds its graphs again."""
     batches = make_batches(engine[0], [4] * 20)

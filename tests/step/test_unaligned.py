@@ -43,6 +43,7 @@ def make(engine: Engine, loss_fn: LossFn, graph: str | None = None, **options: A
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.quick(3)
 def test_slices_of_a_larger_tensor(engine: Engine, policy: str | None, dtype: torch.dtype) -> None:
     """G10: each call has the bits of an eager one, wherever its batch lies."""
 

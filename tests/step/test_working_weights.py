@@ -110,7 +110,7 @@ def run(engine: Engine, graph: str, use: str, policy: str, accumulate: int) -> t
     ],
 )
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_only_where_it_is_exact(engine: Engine, policy: str, use: str, accumulate: int) -> None:
     """A weight that is not only cast stays float32. After every call all bits are eager's."""
     with deterministic():

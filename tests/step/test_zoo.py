@@ -33,6 +33,7 @@ def test_rows_of_torch(name: str) -> None:
     assert_captured(measure(name))
 
 
+@pytest.mark.slow
 def test_torchvision() -> None:
     pytest.importorskip("torchvision")
     assert_captured(measure("torchvision/resnet, tiny"))

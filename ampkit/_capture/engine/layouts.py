@@ -85,8 +85,8 @@ class Layout:
         self.reason: str = reason
         self.answer = answer
         self.evictions: int = 0
-        self.problem = ""
-        self.unreadable = ""
+        self.problem: str = ""
+        self.unreadable: str = ""
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()

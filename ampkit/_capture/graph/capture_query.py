@@ -119,9 +119,9 @@ class Answer:
     """
 
     def __init__(self, sees_capture: bool, *, may_change: bool) -> None:
-        self.sees_capture = sees_capture
-        self.may_change = may_change
-        self.problem_when_hidden = ""
+        self.sees_capture: bool = sees_capture
+        self.may_change: bool = may_change
+        self.problem_when_hidden: str = ""
         self._news = ""
 
     def try_other(self, problem: str) -> bool:

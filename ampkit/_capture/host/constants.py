@@ -209,7 +209,7 @@ class OwnChanges:
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
-        self.places = set(places)
+        self.places: set[Place] = set(places)
         self._rewritten = set[Place]()  # what the last call that read it has changed, and is compared
 
     def leaves_out(self, place: Place) -> bool:

@@ -14,7 +14,7 @@ from .cases import Case, CaseError, ready
 from .losses import TOLERANCE, Expectations
 from .process import Caches, clean_up, fast_kernels, little_garbage, pay_one_time_costs
 from .profile import host_time, profile
-from .report import OUT_OF_MEMORY, Figures, Result, Row, error_text, is_out_of_memory
+from .report import OUT_OF_MEMORY, Figures, Result, Row, cases, error_text, is_out_of_memory
 from .session import Plan, TimedLoop
 from .variants import VARIANTS, Setting, Variant, has_lightning
 
@@ -92,7 +92,12 @@ def run(
 
 def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
     over = run.over()
-    errors = {key: over or _does_not_fit(key, job.model, run.figures) for key in keys}
+    too_large = {  # by variant: ran out of memory on a smaller batch of this model
+        row.variant: f"{OUT_OF_MEMORY} at batch {result.batch} already"
+        for result, row in cases(run.figures.results)
+        if (result.model, row.error) == (job.model, OUT_OF_MEMORY)
+    }
+    errors = {key: over or too_large.get(key, "") for key in keys}
     case, no_case = (None, "") if all(errors.values()) else _case_of(job, run.setting)
     result = Result(job.model, job.batch if case is None else case.batch_size)
     run.figures.results.append(result)
@@ -124,15 +129,6 @@ def _case_of(job: Job, setting: Setting) -> tuple[Case | None, str]:
             raise
     clean_up(setting.device)
     return None, OUT_OF_MEMORY
-
-
-def _does_not_fit(key: str, model: str, figures: Figures) -> str:
-    """Return the error of a variant that ran out of memory on a smaller batch of this model, "" if it did not."""
-    for result in figures.results:
-        for row in result.rows:
-            if (result.model, row.variant, row.error) == (model, key, OUT_OF_MEMORY):
-                return f"{OUT_OF_MEMORY} at batch {result.batch} already"
-    return ""
 
 
 def _profile_all(job: Job, result: Result, run: _Run) -> None:

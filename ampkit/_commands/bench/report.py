@@ -296,25 +296,22 @@ def _legend(figures: Figures) -> list[str]:
             "! off: in one of the passes over the batches the loss differs from the expected one by more than "
             f"{tolerance:.0%} of the expected fall{also}."
         )
-    return lines + [line for result in figures.results for line in _about_noise(result, steps, tolerance)]
-
-
-def _about_noise(result: Result, steps: int, floor: float) -> list[str]:
-    """Return lines that say where rounding requires a larger tolerance, or makes the comparison meaningless."""
-    where = f"{result.model}, batch {result.batch}"
-    noisy = [(row.tolerance, row.noise) for row in result.rows if row.tolerance is not None and row.noise is not None]
-    tolerance, noise = max(noisy, default=(0.0, 0.0))
-    compared = min((row.compared for row in result.rows if row.compared is not None), default=steps)
-    lines = []
-    if tolerance > floor:
-        lines.append(
-            f"{where}: rounding alone changes losses by {noise:.1%} of their fall, so {tolerance:.0%} is tolerated."
-        )
-    if compared < steps:
-        lines.append(
-            f"? {where}: after step {compared} of {steps}, rounding alone changes losses so much that comparing them "
-            "proves little."
-        )
+    for result in figures.results:  # where rounding requires a larger tolerance, or makes the comparison meaningless
+        where = f"{result.model}, batch {result.batch}"
+        noisy = [
+            (row.tolerance, row.noise) for row in result.rows if row.tolerance is not None and row.noise is not None
+        ]
+        most, noise = max(noisy, default=(0.0, 0.0))
+        if most > tolerance:
+            lines.append(
+                f"{where}: rounding alone changes losses by {noise:.1%} of their fall, so {most:.0%} is tolerated."
+            )
+        compared = min((row.compared for row in result.rows if row.compared is not None), default=steps)
+        if compared < steps:
+            lines.append(
+                f"? {where}: after step {compared} of {steps}, rounding alone changes losses so much that comparing "
+                "them proves little."
+            )
     return lines
 
 

@@ -191,9 +191,10 @@ def _graph_in_other_thread() -> bool:
     del frames[threading.get_ident()]  # a frame that holds itself keeps everything on the stack alive
     with without_torch_function():
         for outer, _ in itertools.chain.from_iterable(map(traceback.walk_stack, frames.values())):
-            values = [value for value in list(outer.f_locals.values()) if issubclass(type(value), Tensor)]
-            in_autograd = outer.f_globals.get("__name__", "").startswith("torch.autograd")
-            if in_autograd or any(tensor.grad_fn is not None for tensor in values):
+            if outer.f_globals.get("__name__", "").startswith("torch.autograd"):
+                return True
+            tensors = [value for value in list(outer.f_locals.values()) if issubclass(type(value), Tensor)]
+            if any(tensor.grad_fn is not None for tensor in tensors):
                 return True
     return False
 

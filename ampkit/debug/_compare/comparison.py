@@ -137,4 +137,5 @@ class Comparison:
             lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
         return "\n".join(lines)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()

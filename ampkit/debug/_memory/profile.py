@@ -120,7 +120,8 @@ class MemoryProfile:
             lines += [f"{'':12}{holder.line}"] if holder.line else []
         return "\n".join(lines)
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
     def beside(self, other: "MemoryProfile") -> str:
         """Return a table of this profile and another at their peaks, which shows what a policy saves in each category.

@@ -104,6 +104,7 @@ def train(step: Any, calls: int) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.parametrize("way", ["the loss", "the module", "in place", "within the loss"])
 @pytest.mark.parametrize("change", few(CHANGES, ("what a function is given", "rate of a dropout")))
+@pytest.mark.quick(3)
 def test_a_change_is_noticed(change: str, way: str) -> None:
     """R7: another value of what compiled code holds as a constant is another graph."""
     step = make_step(way, model := Model())

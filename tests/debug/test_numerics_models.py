@@ -220,6 +220,7 @@ def test_packed_formats_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_mask_is_no_overflow(engine: Engine) -> None:
     """A first step that overflows by its scale is not blamed on inf that finite steps have as well."""
     device, graph = engine

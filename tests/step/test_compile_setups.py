@@ -48,6 +48,7 @@ class CompiledTraining(setups.StepTraining):
 
 @allow_inductor_warnings
 @pytest.mark.parametrize(("device", "compile", "backend", "seed"), SETUPS)
+@pytest.mark.slow
 def test_random_setups(device: str, compile: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: outputs, parameters, moments, average, loss scale and schedule, behind each call, bit by bit."""
     if backend == "aot_eager":

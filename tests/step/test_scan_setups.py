@@ -51,6 +51,7 @@ def outputs_of(training: scan_setups.ScanTraining, piece: scan_setups.Piece) -> 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 @pytest.mark.quick(2)
+@pytest.mark.slow
 def test_random_setups(seed: int, device: str) -> None:
     """R11: scans of random lengths, between and within windows, leave the bits of eager single calls after each."""
     check(*scan_setups.draw_scans(seed, device))
@@ -59,6 +60,7 @@ def test_random_setups(seed: int, device: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(WINDOW_SEEDS, QUICK))
 @pytest.mark.quick(2)
+@pytest.mark.slow
 def test_random_windows(seed: int, device: str) -> None:
     """R12: optimizer steps given as windows, short ones too, leave the bits of eager single calls after each."""
     check(*scan_setups.draw_scans(seed, device, windows=True))

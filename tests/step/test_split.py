@@ -752,6 +752,7 @@ def test_hooks_on_all_modules(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_each_shape_has_its_own_split(engine: Engine) -> None:
     """R4: within max_graphs."""
 
@@ -841,6 +842,7 @@ def test_what_is_slower_is_undone(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_other_options(engine: Engine) -> None:
     """R4: on_failure="eager" captures nothing, and "raise" raises."""
     with warnings.catch_warnings():
@@ -854,6 +856,7 @@ def test_the_other_options(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_why_a_step_is_not_done_in_parts(engine: Engine) -> None:
     """R4: an autocast around the step, and code that is told of a capture, are named."""
     with warnings.catch_warnings():

@@ -192,6 +192,7 @@ def penalty(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_call_that_is_differentiated_twice_stays_eager(engine: Engine) -> None:
     """R4: a gradient penalty: the other calls of the same model are captured."""
     report, _ = compared(engine, penalty)
@@ -212,6 +213,7 @@ def at_leaves(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_call_with_a_leaf_of_which_autocast_keeps_a_cast_stays_eager(engine: Engine) -> None:
     """R4: autocast would use the cast outside of the module too. Layers behind the first one are captured."""
     report, _ = compared(engine, at_leaves)
@@ -338,6 +340,7 @@ def test_an_error_in_the_middle(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_two_functions_share_the_models(engine: Engine) -> None:
     """R4: one trains the discriminator and one the generator, each with graphs of its own."""
 

@@ -24,6 +24,7 @@ QUICK = {"cpu": range(2), "cuda": range(40)}  # the seeds that are not slow
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 @pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_random_setups(seed: int, device: str) -> None:
     """R3, R4: outputs and state behind each call have the bits of eager calls; each call is counted once."""
     setup = split_setups.draw_split(seed, device)

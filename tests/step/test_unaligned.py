@@ -181,6 +181,7 @@ class Rest(nn.Module):
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_modules_around_a_line(engine: Engine, policy: str | None) -> None:
     """R4: modules that are captured one by one leave the bits of eager ones, wherever their tensors begin."""
 

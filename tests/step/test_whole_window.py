@@ -292,6 +292,7 @@ def test_buckets(engine: Engine, stacked: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_numerics(engine: Engine) -> None:
     """Windows in which an observer measures have graphs of their own. It sees what it sees in single calls."""
     batches = make_batches(engine[0], [4] * 40)
@@ -393,6 +394,7 @@ def test_settings_that_change(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, windows have the bits of single calls of that compiled step."""
     if engine[0] == "cpu":
@@ -454,6 +456,7 @@ def one_rank(device: str, folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize("fits", [True, False])
 # The nodes belong to the stream that the wrapper was made under, as they must for a capture.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.slow
 def test_ranks(engine: Engine, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R12: windows of a DistributedDataParallel model are one launch. If that fails, no rank tries it again."""
     device = engine[0]

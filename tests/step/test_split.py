@@ -1,8 +1,10 @@
 """Steps with a line that no graph can hold: the largest modules without such a line, and the update, are captured."""
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -944,6 +946,20 @@ def test_what_the_report_prints(engine: Engine, make: Callable[[], nn.Module], c
         "  eager: the model: it contains such a line",
         "  eager: head: it has fewer than 6 kernels",
     ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_in_parts_is_freed(engine: Engine) -> None:
+    """R4: when all names of it are gone, nothing keeps the model alive."""
+    run = Run(engine, Reads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        list(run.steps(range(10)))
+    assert run.step.report().in_parts > 0
+    alive = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -34,7 +34,10 @@ def make_graphs_here(undo: Undo) -> None:
             for owner, name in ENGINE_ENTRIES:
                 engine = getattr(owner, name)
                 _before.append((owner, name, engine))
-                setattr(owner, name, _in_this_thread(engine))
+                # One that somebody has put around torch's may hold a step, which the cache would keep alive.
+                is_torchs = getattr(engine, "__closure__", engine) is None
+                make = _in_this_thread if is_torchs else _in_this_thread.__wrapped__
+                setattr(owner, name, make(engine))
 
 
 def _close(token: object) -> None:

@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,8 +73,15 @@ for _name in _HOOKS_OF_ONE:
     # An optimizer gets them when it is made. To make one here would take a second, for torch._dynamo is imported.
     if _name not in torch.optim.Optimizer.__annotations__:
         private(torch.optim.Optimizer, _name)  # raises the error
-# hooks_of_one(optimizer): the hooks before and after its step, a table each.
-hooks_of_one: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]] = operator.attrgetter(*_HOOKS_OF_ONE)
+
+
+def hooks_of_one(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], ...]:
+    """Return the hooks before and after its step, a table each.
+
+    There are none where `super().__init__()` was not called, as in published forms of Lookahead and in accelerate's
+    wrapper. torch then calls no hooks either.
+    """
+    return tuple([getattr(optimizer, name) for name in _HOOKS_OF_ONE if hasattr(optimizer, name)])
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -105,3 +105,23 @@ def test_adafactor_of_transformers(engine: Engine, relative: bool) -> None:
     optimization = pytest.importorskip("transformers.optimization")
     options = {} if relative else {"lr": 2**-7, "relative_step": False, "scale_parameter": False}
     check(engine, lambda params: optimization.Adafactor(params, **options))
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As published wrappers are: all that it has is another optimizer's, and it does not call `super().__init__()`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_without_tables_of_hooks(engine: Engine) -> None:
+    """R5: it trains as torch's loop lets it, with the bits of eager steps."""
+    check(engine, lambda params: Wrapped(torch.optim.AdamW(params, lr=0.1)))

@@ -111,6 +111,7 @@ class Look:
         host_tensors: HostTensors,
     ) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
+        self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in optimizers]
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
         self._finds_gradients, self._bare = finds_gradients, bare
         self.layouts = walk.layouts()
@@ -193,8 +194,7 @@ class Look:
         found += map(requires_grad, self._differentiable)
         found += walk.training()
         found += map(type, walk.modules)
-        for optimizer in self.optimizers:
-            hooks = hooks_of_one(optimizer)
+        for optimizer, hooks in self._with_hooks:
             found += optimizer.state, optimizer.param_groups
             if any((*HOOKS_OF_ALL, *hooks)):
                 found += step_hooks(optimizer)

@@ -407,6 +407,8 @@ RESULTS = {
     "GraphReport",
     "GraphedFunction",
     "GraphedStep",
+    "HostConstant",
+    "HostConstants",
     "InputMismatch",
     "OpTable",
     "Report",

@@ -147,16 +147,17 @@ def origin_of(filename: str) -> Origin:
     return Origin.USERS if is_users_file(filename) else Origin.PYTHON
 
 
-def is_of_step(frame: FrameType, code: Container[CodeType]) -> bool:
+def is_of_step(frame: FrameType, origin: Origin, code: Container[CodeType]) -> bool:
     """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
 
     Args:
-        frame: of the function that is called.
+        frame: of the function that is called, which is no other function of torch's or ampkit's.
+        origin: whose it is.
         code: what the step has called so far.
     """
-    origin, caller, through = origin_in(frame), frame.f_back, set[str]()
-    if origin in (Origin.USERS, Origin.OTHERS):
-        return origin is Origin.USERS
+    if origin is Origin.USERS:
+        return True
+    caller, through = frame.f_back, set[str]()
     while caller is not None and origin_in(caller) is Origin.PYTHON:
         through.add(caller.f_code.co_filename)
         caller = caller.f_back
@@ -239,8 +240,10 @@ class CallRecorder:
             if code not in self._origins:
                 if is_compiling():  # and calls what it likes
                     return
-                if is_of_step(frame, self._origins):
-                    self._origins[code] = origin_in(frame)
+                origin = origin_in(frame)
+                # Most calls are torch's and ampkit's, whoever makes them: they are judged once.
+                if origin is Origin.OTHERS or is_of_step(frame, origin, self._origins):
+                    self._origins[code] = origin
             if self._origins.get(code) is Origin.PACKAGE:  # `take` has the user's code watched
                 self._executed.watch(frame)
         further = self._take(frame)

@@ -158,6 +158,8 @@ def is_of_step(frame: FrameType, origin: Origin, code: Container[CodeType]) -> b
     if origin is Origin.USERS:
         return True
     caller, through = frame.f_back, set[str]()
+    if origin is Origin.PYTHON and caller and caller.f_code not in code and origin_in(caller) is Origin.PYTHON:
+        return False  # as the call of its caller, which the same code outside has made
     while caller is not None and origin_in(caller) is Origin.PYTHON:
         through.add(caller.f_code.co_filename)
         caller = caller.f_back

@@ -72,6 +72,8 @@ class WorkingWeights:
 
     def learn(self, uses: "_Uses", loss: Tensor) -> None:
         """Make copies of the weights that this forward has only cast. Give up copies of those it used otherwise."""
+        if self._averaging is not None and self._averaging.searching:
+            return
         consumers: dict[Tensor, list[Any]] = {}  # the autograd nodes that compute the gradient of a leaf
         for node in graph_nodes([loss]):
             for following, _ in node.next_functions:

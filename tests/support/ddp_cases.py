@@ -73,13 +73,20 @@ class Case(NamedTuple):
     compile: str | None = None
 
 
+FIND = {"find_unused_parameters": True}
 SPLIT = {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}  # torch takes no smaller ones for compiled code
 CASES = {
     "plain": Case(max_norm=float("inf"), torch=True),
     "static": Case(ddp={"static_graph": True}, torch=True),
     "static, unused": Case("unused", {"static_graph": True}, torch=True),
     "static, unused, bfloat16": Case("unused", {"static_graph": True}, policy="bfloat16", max_norm=0.5),
-    "find unused": Case("unused", {"find_unused_parameters": True}, torch=True, refused="pass static_graph=True"),
+    "find unused": Case("unused", FIND, torch=True, refused="pass static_graph=True"),
+    "find unused, all used": Case(ddp=FIND | {"bucket_cap_mb": 0.001}, max_norm=float("inf"), torch=True),
+    "find unused, bfloat16": Case("batch norm", FIND, policy="bfloat16", max_norm=0.5, verify=2),
+    "find unused, accumulate": Case(ddp=FIND, accumulate=2, refused="leave out find_unused_parameters"),
+    "find unused, other layout": Case("at times", FIND, torch=True, event="other size"),
+    "find unused, other layouts": Case("at times", FIND, torch=True, event="other sizes"),
+    "find unused, one output": Case("two heads", FIND, torch=True, refused="such as heads.1.weight (2 in all)"),
     "bucket view": Case("batch norm", {"gradient_as_bucket_view": True}, max_norm=0.5),
     "small buckets": Case(ddp={"bucket_cap_mb": 0.001}, torch=True),
     "fp16 hook": Case(hook="fp16", torch=True),
@@ -119,6 +126,7 @@ CASES = {
     "compiled, evaluation": Case("wide", SPLIT, event="evaluation", compile="default"),
     "compiled, static": Case("wide", SPLIT | {"static_graph": True}, policy="bfloat16", compile="default"),
     "compiled, unused": Case("unused", {"static_graph": True}, max_norm=0.5, compile="default"),
+    "compiled, find unused": Case("wide", SPLIT | FIND, policy="bfloat16", compile="default"),
     "compiled, fails": Case("wide", SPLIT, max_norm=0.5, event="fails", compile="default"),
     "compiled, max": Case("wide", SPLIT, policy="bfloat16", max_norm=0.5, gpu=True, compile="max"),
 }
@@ -129,8 +137,9 @@ ON_GPUS = (
     *("sync batch norm", "side stream", "trained before, static", "loss kept", "evaluation", "verify"),
     *("verify, differs", "numerics", "second step", "compiled, bfloat16", "compiled, accumulate", "compiled, float16"),
     *("compiled, other size", "compiled, unused", "compiled, fails", "compiled, max"),
+    *("find unused, all used", "find unused, bfloat16", "find unused, other layout"),
 )
-ODD_CALLS = (1, 7)  # in which rank 1 has a smaller batch, by "other size"
+ODD_CALLS = (1, 7)  # in which rank 1 has a smaller batch, by "other size", or all ranks, by "other sizes"
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -146,6 +155,26 @@ class Unused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(torch.tanh(self.first(x)))
         return out
+
+
+class AtTimes(Unused):
+    """A model that leaves out a layer for small batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        out: Tensor = self.last(hidden if len(x) == 4 else self.unused(hidden))
+        return out
+
+
+class TwoHeads(nn.Module):
+    """A model with an output that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads[0](x), self.heads[1](x)
 
 
 def mlp() -> nn.Module:
@@ -183,6 +212,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wide": wide,
     "mlp": mlp,
     "unused": Unused,
+    "at times": AtTimes,
+    "two heads": TwoHeads,
     "frozen": frozen,
     "batch norm": batch_norm,
     "sync batch norm": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm()),
@@ -300,11 +331,14 @@ class Job:
 
     def _loss(self, x: Tensor, boost: Tensor) -> Tensor:
         self.calls += 1
-        loss = (self.model(x).float() * boost).square().mean()
+        out = self.model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = (out.float() * boost).square().mean()
         return loss + self.calls if self.case.event == "differs" and dist.get_rank() == 1 else loss
 
     def batch(self, call: int) -> tuple[Tensor, Tensor]:
-        rows = 4 if self.case.event == "other size" and call in ODD_CALLS and dist.get_rank() == 1 else 6
+        odd = call in ODD_CALLS and (self.case.event == "other sizes" or dist.get_rank() == 1)
+        rows = 4 if odd and self.case.event in ("other size", "other sizes") else 6
         x = torch.randn(rows, 16, generator=self.made)
         infinite = call in self.case.overflows and dist.get_rank() == 1
         return x.to(self.device), torch.tensor(float("inf") if infinite else 1.0, device=self.device)

@@ -66,7 +66,8 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             noted = nullcontext() if cold.calls else layout.writes.noted(self._state)
-            with self._segments(), noted, self._host_changes.watching(is_first=not cold.calls):
+            watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
+            with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
                 if not cold.checked and cold.calls_left <= preflight_left:
                     outputs, drawn = self._call_under_preflight(layout, cold, call)
                 elif cold.checked and not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
@@ -77,7 +78,8 @@ class WarmUp:
                     layout.count_call(cold)
             undo.forget()
         unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
-        problem = "\n".join(filter(None, (layout.problem, unreadable)))
+        unaveraged = "" if layout.problem else why_not_averaged()  # which is said once
+        problem = "\n".join(filter(None, (layout.problem, unaveraged, unreadable)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs, drawn
 
@@ -120,7 +122,8 @@ class WarmUp:
 
         with session.watching(), self._undeclared.watching(call.leaves) as observer:
             draws = DrawRecorder(session.device) if self._draws.enabled else None
-            preflight = Preflight(session.device, session.options.generators, observer=observer, draws=draws)
+            generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
+            preflight = Preflight(session.device, generators, observer=observer, draws=draws, bitmaps=bitmaps)
             with state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = self._eager.run(layout.reason, looked)
         drawn = None if draws is None else draws.path

@@ -101,6 +101,7 @@ class Preflight(TorchDispatchMode):
         located: called with the line and the problem of each finding where it is found, also of one found before, and
             with the autograd node that it belongs to, if that is known.
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
+        bitmaps: how long those are that Reducers of DDP copy to the device, to find unused parameters.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -114,9 +115,10 @@ class Preflight(TorchDispatchMode):
         observer: Callable[[Any, Any, Any, Any], object] | None = None,
         located: Callable[[str, str, Any], object] | None = None,
         draws: DrawRecorder | None = None,
+        bitmaps: Sequence[int] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self._watched = Watched(device, tuple(generators))
+        self._watched = Watched(device, tuple(generators), tuple(bitmaps))
         self._graphed = graphed
         self._observer = observer
         self._located = located
@@ -140,7 +142,7 @@ class Preflight(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._user_line = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
         self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
-        self._generator_watch = GeneratorWatch(*self._watched)
+        self._generator_watch = GeneratorWatch(self._watched.device, self._watched.generators)
         self._undo = Undo()
         try:
             self._undo.__enter__()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._torch.ranks.reducer import is_bitmap_copy
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.tensors import is_same_generator
 from ..._torch.tensors.tree import tensors_in
@@ -88,10 +89,17 @@ def sets_generator(how: str) -> Problem:
 
 
 class Watched(NamedTuple):
-    """The device of a step, and the CUDA generators that its graph is captured with beside the default ones."""
+    """What a step has that its problems depend on.
+
+    Attributes:
+        device: where it computes.
+        generators: the CUDA generators that its graph is captured with beside the default ones.
+        bitmaps: how long those are in which Reducers note which parameters are used.
+    """
 
     device: torch.device
     generators: tuple[torch.Generator, ...]
+    bitmaps: tuple[int, ...] = ()
 
     def has(self, tree: Any) -> bool:
         """Return whether a tensor in a tree is on a device of this type."""
@@ -233,6 +241,8 @@ def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator
         yield Problem(f"copies from the device to {_memory(pinned)} memory", advice, elsewhere, graph_only=pinned)
     elif kinds == ("cpu", watched.device.type):
         pinned = source is not None and source.is_pinned()
+        if pinned and source is not None and is_bitmap_copy(source, watched.bitmaps):
+            return
         advice = "Make the tensor on the device (torch.full, torch.arange) or before the step, or pass it in."
         elsewhere = (
             "Make the tensor on the device (torch.full, torch.arange), or copy it from pinned memory with "
@@ -247,7 +257,7 @@ def _memory(pinned: bool) -> str:
 
 def _draws(call: _OperationCall) -> Iterator[Problem]:
     results, generator = tensors_in(call.result), call.kwargs.get("generator")
-    device, generators = call.watched
+    device, generators, _ = call.watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
         what = "draws random numbers on the host, which a graph would freeze"
         yield Problem(what, DRAW_ON_DEVICE, graph_only=True)

@@ -17,9 +17,11 @@ from ..._torch.ranks.reducer import (
     is_rebuilt,
     is_registrable,
     manages_all,
+    note_used,
     peculiarity,
     rebuild,
     reset,
+    searches,
     stop_clocks,
 )
 from ..._undo import Undo, replace
@@ -41,10 +43,6 @@ _REFUSED = {
         "within Join or model.join() the ranks exchange messages in each forward, which a replay does not. Give all "
         "ranks as many batches."
     ),
-    "find_unused_parameters": (
-        "with find_unused_parameters=True the host looks in each step which parameters were used. If they are always "
-        "the same, pass static_graph=True in place of it (which cannot be together with accumulate)."
-    ),
     "optimizer_in_backward": (
         "an optimizer steps within the backward (apply_optimizer_in_backward), where ampkit would step it once more. "
         "Make an ordinary optimizer."
@@ -52,6 +50,10 @@ _REFUSED = {
 }
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _COUNTING_HOOKS = ("powerSGD_hook", "post_localSGD_hook", "ddp_zero_hook", "optimizer_overlap_hooks")
+_ACCUMULATED = (
+    "with find_unused_parameters=True and accumulate, the host looks which parameters any micro-batch has used. If all "
+    "are used, leave out find_unused_parameters."
+)
 _SIDE_STREAM = "Make the model under a side stream: with torch.cuda.stream(torch.cuda.Stream()): ..."
 _INSTEAD = "Or pass graph='off'."
 
@@ -65,21 +67,45 @@ class Reducers:
     Attributes:
         stream: where steps are captured; None if graphs are emulated.
         moved: whether gradients are accumulated there.
+        searching: the modules that look in each step which parameters are used (`find_unused_parameters=True`). They
+            look for these in the graph of their outputs, so that no copies may be there in their place.
     """
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._wrappers = wrappers
+        self.searching: list[DistributedDataParallel] = list(filter(searches, wrappers))
         self.stream: torch.cuda.Stream | None = None
         self.moved: bool = False
         self._left = ""
+        self._accumulates = False
 
     def why_not_captured(self) -> str:
         """Return why no step of the model can be captured, and what to write instead; "" if it can."""
         for ddp in self._wrappers:
             problem = _REFUSED.get(peculiarity(ddp), "") or _why_not_hook(ddp)
+            if self._accumulates and ddp in self.searching:
+                problem = problem or _ACCUMULATED
             if problem:
                 return f"DistributedDataParallel: {problem} {_INSTEAD}"
         return ""
+
+    @property
+    def bitmaps(self) -> list[int]:
+        """For each module that looks for unused parameters, how many parameters it has; see `is_bitmap_copy`."""
+        return [sum(param.requires_grad for param in ddp.parameters()) for ddp in self.searching]
+
+    @contextmanager
+    def watching(self) -> Iterator[Callable[[], str]]:
+        """Context for an eager call. It yields what says behind the call why no graph can hold it; "" if one can.
+
+        A module that looks for unused parameters has all ranks exchange which ones each of them has used. The host
+        waits for that only where this rank has not used one. A graph in which this rank uses all of them repeats the
+        exchange, and steps of other ranks, in which some are unused, get the same answer as from an eager step.
+        """
+        with Undo() as undo:
+            with torch.inference_mode(False), torch.enable_grad():  # the call may be an evaluation
+                unused = [note_used(undo, ddp) for ddp in self.searching]
+            yield lambda: _why_not_unused([name for names in unused for name in names()])
 
     def refuse_accumulation(self, where: str, accumulate: int) -> None:
         """Raise a `ValueError` if torch cannot accumulate gradients of the model over several calls.
@@ -87,6 +113,7 @@ class Reducers:
         `no_sync` before the first step of a static graph ends in an internal assertion of torch (2.11): the first
         backward looks which parameters are used, and exchanges their gradients in any case.
         """
+        self._accumulates = accumulate > 1
         if accumulate > 1 and any(ddp.static_graph for ddp in self._wrappers):
             raise ValueError(
                 f"{where}(accumulate={accumulate}): DistributedDataParallel(static_graph=True) cannot accumulate, in "
@@ -153,7 +180,7 @@ class Reducers:
             raise AmpkitError(
                 "DistributedDataParallel: the last step had no gradients for some parameters, as with layerdrop, where "
                 "the host leaves out layers by random draws. So no rank has averaged them. Torch needs "
-                "find_unused_parameters=True for that, and steps of such a model are eager."
+                "find_unused_parameters=True for that, and steps that leave out any are eager."
             )
 
     def reset(self) -> None:
@@ -201,7 +228,7 @@ def why_not_compiled(model: nn.Module) -> str:
                 "do not. Use BatchNorm."
             )
         kind = peculiarity(module) if isinstance(module, DistributedDataParallel) else ""
-        if kind not in ("", "find_unused_parameters"):
+        if kind:
             return f"DistributedDataParallel: {_REFUSED[kind]}"
     return ""
 
@@ -210,6 +237,16 @@ def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Calla
     if ddp.require_backward_grad_sync:
         give()
         call()
+
+
+def _why_not_unused(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return (
+        "DistributedDataParallel: with find_unused_parameters=True the host waits for the other ranks where a step has "
+        f"not used a parameter, such as {names[0]} ({len(names)} in all). If these are always the same, pass "
+        f"static_graph=True in place of it (which cannot be together with accumulate). {_INSTEAD}"
+    )
 
 
 def _why_not_hook(ddp: DistributedDataParallel) -> str:

@@ -2,13 +2,16 @@
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from ..._undo import Undo
+from ..autograd.autograd import current_node
 from ..autograd.gradient_nodes import node_notes
 from ..guard import private
 
@@ -27,10 +30,47 @@ def peculiarity(ddp: DistributedDataParallel) -> str:
         return "python_reducer"
     if private(ddp, "_join_config").enable:
         return "join"
-    if ddp.find_unused_parameters and not ddp.static_graph:
-        return "find_unused_parameters"
     # See `_setup_in_backward_optimizers` in torch/nn/parallel/distributed.py.
     return "optimizer_in_backward" if any(hasattr(param, "_in_backward_optimizers") for param in params) else ""
+
+
+def searches(ddp: DistributedDataParallel) -> bool:
+    """Return whether the Reducer of a model looks in each step which parameters are used."""
+    return bool(ddp.find_unused_parameters and not ddp.static_graph)
+
+
+def is_bitmap_copy(source: Tensor, lengths: Sequence[int]) -> bool:
+    """Return whether a copy from host memory is that of a bitmap in which a Reducer notes which parameters are used.
+
+    A Reducer that looks for unused parameters copies it to the device behind the last gradient, from pinned memory
+    (`Reducer::all_reduce_local_used_map` in torch/csrc/distributed/c10d/reducer.cpp). What a capture takes of that
+    memory is not used for anything else as long as the graph lives (ATen/core/CachingHostAllocator.h).
+
+    Args:
+        source: what is copied.
+        lengths: of the bitmaps: the numbers of parameters of the models.
+    """
+    accumulates = hasattr(current_node(), "variable")
+    return accumulates and source.dtype is torch.int32 and source.dim() == 1 and source.numel() in lengths
+
+
+def note_used(undo: Undo, ddp: DistributedDataParallel) -> Callable[[], list[str]]:
+    """Note which parameters of a model get a gradient on this rank, until the end of a context.
+
+    Returns:
+        A function that returns the names of those that have got none; [] if no parameter has got one.
+    """
+    params, _ = private(ddp, "_build_params_for_reducer")()
+    names = private(ddp, "_build_debug_param_to_name_mapping")(params)
+    used: set[int] = set()
+
+    def note(index: int, gradients: tuple[Any, ...]) -> None:
+        if gradients[0] is not None:  # the Reducer takes no parameter as used whose gradient is undefined
+            used.add(index)
+
+    for i, param in enumerate(params):
+        undo.note(get_gradient_edge(param).node.register_prehook(functools.partial(note, i)).remove)
+    return lambda: [names[i] for i in range(len(params)) if used and i not in used]
 
 
 def communication_hook(ddp: DistributedDataParallel) -> tuple[str, Any, Any]:

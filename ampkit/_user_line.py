@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import linecache
 import os
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._torch.autograd.autograd import ENGINE_CODE, current_node
+from ._undo import Undo, replace
 
 # The folders of torch and of ampkit. What lies in them is not the user's code.
 NOT_THE_USERS = tuple(f"{Path(module).parent}{os.sep}" for module in (torch.__file__, __file__))
@@ -153,6 +155,10 @@ class SourceLocation(NamedTuple):
         return self.line or self.inside
 
 
+class _UsersStack(list[str]):
+    """What `note_lines_alone` stores: no entry, or one."""
+
+
 class UserLineFinder:
     """Finds the user's line that something happens at, among the lines that run within a context.
 
@@ -188,11 +194,37 @@ class UserLineFinder:
                 return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
             if node is not None and frame.f_code is ENGINE_CODE:
                 # Without anomaly mode, which stores the stack, there is no line of the forward.
-                made = map(_STACK_ENTRY.match, node.metadata.get("traceback_", [])[self._callers :])
+                stack = node.metadata.get("traceback_", [])
+                made = map(_STACK_ENTRY.match, stack if isinstance(stack, _UsersStack) else stack[self._callers :])
                 if line := innermost_users_line([(match[1], int(match[2])) for match in made if match]):
                     return SourceLocation(line, backward=True)
             inside = inside or _short(frame)
         return None if self._skip_torch else SourceLocation(inside=inside)
+
+    def note_lines_alone(self, undo: Undo) -> None:
+        """Have anomaly mode store the user's innermost line, in place of a stack that takes longer than an operation.
+
+        It calls `format_stack` by its name (csrc/autograd/python_anomaly_mode.cpp).
+        """
+        module: Any = importlib.import_module("torch.fx.traceback")
+        original = module.format_stack
+
+        def users_stack() -> list[str]:
+            if module.should_preserve_node_meta:  # torch.compile is at work, and takes stacks from nodes of its own
+                return original()  # type: ignore[no-any-return]
+            users, depth, at = None, 0, 0
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                if users is None and _is_users(frame.f_code.co_filename):
+                    users, at = frame, depth
+                frame, depth = frame.f_back, depth + 1
+            if users is None or at >= depth - self._callers:
+                return _UsersStack()
+            return _UsersStack(
+                [f'  File "{users.f_code.co_filename}", line {users.f_lineno}, in {users.f_code.co_name}']
+            )
+
+        replace(undo, module, "format_stack", users_stack)
 
     def line(self) -> str:
         """Return the user's `file:line: source` that the running code was called from, "" if there is none."""

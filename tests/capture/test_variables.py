@@ -586,11 +586,11 @@ def test_code_of_a_command() -> None:
 
 
 def test_under_another_profiler() -> None:
-    """Python has one profiler at a time. Under another one nothing tells what the step reads."""
+    """Before Python 3.12 there is one profiler at a time. Under another one nothing tells what the step reads."""
     profiler = cProfile.Profile()
     profiler.enable()
     try:
         _, step = train(World("cpu"), "emulate", [lambda world: put(globals(), "ALPHA", 0.5)])
     finally:
         profiler.disable()
-    assert step.captures == 1
+    assert step.captures == (2 if sys.version_info >= (3, 12) else 1)

@@ -188,7 +188,8 @@ class Engine:
         text = f"{change.text}. Each such change {costs}."
         if not change.outdates:
             text = f"{change.text}. Each new value {costs}; one that comes back has its graph."
-        if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values())])):
+        remark = [self._state.reads.remark] if self._state.reads.remark else []
+        if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values()), *remark])):
             self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             self._variation.say(change.advice)
 

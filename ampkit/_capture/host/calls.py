@@ -1,14 +1,11 @@
-"""Which functions of Python a step calls, and whose they are. The user's code may set a profile function of its own."""
+"""Which functions of Python a step calls, whose they are, and by which names they read attributes."""
 
 import contextlib
 import functools
 import operator
 import os
 import re
-import sys
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -17,9 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._torch.compile import COMPILER, is_compiling, never_compile_by_itself
+from ..._torch.compile import COMPILER, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
-from ..._undo import Undo, replace
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
 from .constants import CLOSED_PACKAGES, is_plain
@@ -35,86 +31,6 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 Line = tuple[str, int]  # a file and a number
 # Packages whose code reads attributes of its own, as `self.log` of Lightning does, or what is compared elsewhere.
 _OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
-# Python's own: `sys` may have others in their place.
-_set_profile, _profile = sys.setprofile, sys.getprofile
-
-
-@contextmanager
-def seeing_calls(note: Callable[[FrameType], object]) -> Iterator[Callable[[], bool]]:
-    """Context in which `note` is called with the frame of each function of Python that this thread calls.
-
-    It yields a function that returns whether all calls so far were seen. That is false where another profiler runs
-    already, or where a profiler that is written in C is started or ended in the context. A profile function that is set
-    by `sys.setprofile` is called too, and stays.
-    """
-    if _profile() is not None:
-        yield lambda: False
-        return
-    shared = _SharedProfile(note)
-    with Undo() as undo:
-        undo.note(shared.end)
-        replace(undo, sys, "setprofile", shared.set_users)
-        replace(undo, sys, "getprofile", shared.users)
-        shared.begin()
-        yield shared.has_seen_all
-
-
-class _SharedProfile:
-    """A profile function that calls another one, too, which `sys.setprofile` and `sys.getprofile` set and return."""
-
-    def __init__(self, note: Callable[[FrameType], object]) -> None:
-        self._note = note
-        self._thread = threading.get_ident()
-        self._users: Callable[..., Any] | None = None
-        self._on = False
-
-    def begin(self) -> None:
-        _set_profile(self._on_event)
-        self._on = True
-
-    def end(self) -> None:
-        """Leave the user's profile function in place, if there is one."""
-        if self._on_event == _profile():
-            _set_profile(self._users)
-        self._on = False
-
-    def has_seen_all(self) -> bool:
-        self._on = self._on and self._on_event == _profile()
-        return self._on
-
-    def set_users(self, function: Callable[..., Any] | None) -> None:
-        """Take the place of `sys.setprofile`."""
-        if threading.get_ident() == self._thread and self.has_seen_all():
-            self._users = function
-        else:
-            _set_profile(function and _without_own(function))
-
-    def users(self) -> Any:
-        """Take the place of `sys.getprofile`."""
-        here = threading.get_ident() == self._thread
-        return self._users if here and self.has_seen_all() else _profile()
-
-    def _on_event(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "call":
-            self._note(frame)
-        if self._users is not None and id(frame.f_code) not in _OWN_CODE:
-            self._users(frame, event, arg)
-
-
-def _without_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a profile function that is not told of the functions here, as it is not told of those of `sys`."""
-
-    def on_event(frame: FrameType, event: str, arg: object) -> None:
-        if id(frame.f_code) not in _OWN_CODE:
-            function(frame, event, arg)
-
-    return on_event
-
-
-_OWN_CODE = {  # by identity: of code that dynamo has made there may be no hash
-    id(function.__code__) for function in (_SharedProfile.set_users, _SharedProfile.users, _SharedProfile.has_seen_all)
-}
-never_compile_by_itself(_SharedProfile._on_event)
 
 
 class Origin(Enum):
@@ -145,33 +61,6 @@ def origin_of(filename: str) -> Origin:
     if _PACKAGES in filename:
         return Origin.PACKAGE
     return Origin.USERS if is_users_file(filename) else Origin.PYTHON
-
-
-def is_of_step(frame: FrameType, origin: Origin, code: Container[CodeType]) -> bool:
-    """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
-
-    Args:
-        frame: of the function that is called, which is no other function of torch's or ampkit's.
-        origin: whose it is.
-        code: what the step has called so far.
-    """
-    if origin is Origin.USERS:
-        return True
-    caller, through = frame.f_back, set[str]()
-    if origin is Origin.PYTHON and caller and caller.f_code not in code and origin_in(caller) is Origin.PYTHON:
-        return False  # as the call of its caller, which the same code outside has made
-    while caller is not None and origin_in(caller) is Origin.PYTHON:
-        through.add(caller.f_code.co_filename)
-        caller = caller.f_back
-    calls = None if caller is None else origin_in(caller)
-    if caller is None or calls is not Origin.OTHERS:
-        return calls is Origin.USERS or (caller is not None and caller.f_code in code)
-    if origin is Origin.MODULES:
-        return not is_ampkits(caller) or frame.f_code not in _LISTING
-    # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts of
-    # Python's library call others.
-    is_others = caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
-    return origin is Origin.PACKAGE and not is_others
 
 
 _PASSING_ON = {contextlib.__file__, functools.__file__}
@@ -228,29 +117,65 @@ class CallRecorder:
         self,
         modules: Sequence[nn.Module],
         executed: Executed,
-        take: Callable[[FrameType], Sequence[nn.Module]],
+        take: Callable[[FrameType], Sequence[nn.Module] | None],
     ) -> None:
         self._modules, self._executed, self._take = modules, executed, take
-        self._origins: dict[CodeType, Origin] = {}
+        # By identity: dynamo makes code that has no hash, and a hash of code takes longer than all else here.
+        self._judged: dict[int, tuple[CodeType, Origin]] = {}
+        self._called: dict[int, tuple[CodeType, Origin]] = {}  # what counts as called by the step
         self.before = [_Before(modules)]
         self.lines: dict[str, dict[CodeType, Line]] = {}
 
-    def on_call(self, frame: FrameType) -> None:
-        """Take note of a function that is called."""
+    def on_call(self, frame: FrameType) -> bool:
+        """Take note of a function that is called. Return whether nothing is to be noted of further calls of it."""
         code = frame.f_code
-        with contextlib.suppress(TypeError):  # of code that dynamo has made, with a dict among its constants
-            if code not in self._origins:
-                if is_compiling():  # and calls what it likes
-                    return
-                origin = origin_in(frame)
-                # Most calls are torch's and ampkit's, whoever makes them: they are judged once.
-                if origin is Origin.OTHERS or is_of_step(frame, origin, self._origins):
-                    self._origins[code] = origin
-            if self._origins.get(code) is Origin.PACKAGE:  # `take` has the user's code watched
-                self._executed.watch(frame)
+        counts = id(code) in self._called
+        origin = self._origin_in(frame)
+        # Most calls are torch's and ampkit's, whoever makes them: they are judged once.
+        if not counts and (origin is Origin.OTHERS or self._is_of_step(frame, origin)):
+            if is_compiling():  # and calls what it likes
+                return False
+            self._called[id(code)] = code, origin if _has_hash(code) else Origin.OTHERS
+            counts = True
+        if counts and origin is Origin.PACKAGE:  # `take` has the user's code watched
+            self._executed.watch(frame)
         further = self._take(frame)
         if further:
             self.before.append(_Before(further))
+        return counts and further is None and not (origin is Origin.PACKAGE and self._executed.watches_each_call)
+
+    def _origin_in(self, frame: FrameType) -> Origin:
+        code = frame.f_code
+        if id(code) not in self._judged:
+            self._judged[id(code)] = code, origin_in(frame)
+        return self._judged[id(code)][1]
+
+    def _is_of_step(self, frame: FrameType, origin: Origin) -> bool:
+        """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
+
+        Args:
+            frame: of the function that is called, which is no other function of torch's or ampkit's.
+            origin: whose it is.
+        """
+        if origin is Origin.USERS:
+            return True
+        caller = frame.f_back
+        calls = None if caller is None else self._origin_in(caller)
+        if origin is Origin.PYTHON and caller and calls is Origin.PYTHON and id(caller.f_code) not in self._called:
+            return False  # as the call of its caller, which the same code outside has made
+        through = set[str]()
+        while caller is not None and calls is Origin.PYTHON:
+            through.add(caller.f_code.co_filename)
+            caller = caller.f_back
+            calls = None if caller is None else self._origin_in(caller)
+        if caller is None or calls is not Origin.OTHERS:
+            return calls is Origin.USERS or (caller is not None and id(caller.f_code) in self._called)
+        if origin is Origin.MODULES:
+            return not is_ampkits(caller) or frame.f_code not in _LISTING
+        # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts
+        # of Python's library call others.
+        is_others = caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
+        return origin is Origin.PACKAGE and not is_others
 
     def names(self, observed: bool) -> Names:
         """Return the names by which the code that was called reads attributes.
@@ -264,23 +189,33 @@ class CallRecorder:
         if not observed or self._executed.compiled:
             found = chain.from_iterable(methods.values())
             called = [*self._executed.compiled, *(each for each in found if each.co_name != "__init__")]
-            self._origins.update((each, origin_of(each.co_filename)) for each in called)
+            self._called.update((id(each), (each, origin_of(each.co_filename))) for each in called)
         # The methods of a module that has others inside may read attributes of those.
         outer = {type(module) for module in self._modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
         own = {kind: frozenset(self._names(methods[kind])) for kind in methods if kind not in outer}
-        return Names(frozenset(self._names(self._origins.keys() - leaves)), own)
+        counted = {code for code, origin in self._called.values() if origin is not Origin.OTHERS}
+        return Names(frozenset(self._names(counted - leaves)), own)
 
     def _names(self, code: Iterable[CodeType]) -> Iterator[str]:
+        origins = {each: origin for each, origin in self._called.values() if origin is not Origin.OTHERS}
         for each in code:
-            origin = self._origins.get(each, Origin.OTHERS)
+            origin = origins.get(each, Origin.OTHERS)
             if origin is not Origin.OTHERS:
                 # Libraries have many texts. Only those count by which something is looked up.
                 candidates = (names_looked_up if origin in (Origin.PACKAGE, Origin.PYTHON) else names)(each)
                 for name, place in self._executed.names(each, candidates).items():
                     self.lines.setdefault(name, {})[each] = line_of(place)
                     yield name
+
+
+def _has_hash(code: CodeType) -> bool:
+    try:
+        hash(code)
+    except TypeError:  # of code that dynamo has made, with a dict among its constants
+        return False
+    return True
 
 
 class _Before:

@@ -10,12 +10,10 @@ from typing import Any
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
 from .code import SET_ATTRIBUTE, CodePlace, codes_in, instructions
+from .profiling import MONITORING, monitoring_tool
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
-_Monitoring: Any = getattr(sys, "monitoring", None)  # new in Python 3.12; another version of Python traces
-_NAME = "ampkit"
-_IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
 _MOST = 1_000_000  # executed instructions, where each one is a call of a function
 
 
@@ -39,7 +37,7 @@ class Executed:
     def noting(self) -> Iterator[None]:
         """Context for a call, in which `watch` can be called."""
         with Undo() as undo:
-            if _Monitoring is not None:
+            if MONITORING is not None:
                 self._begin_to_monitor(undo)
             elif _trace_function() is None:
                 self._begin_to_trace(undo)
@@ -56,6 +54,11 @@ class Executed:
             for code in (frame.f_code, *codes_in(frame.f_code)):
                 self._seen.setdefault(code, set())
         self._watch(frame)
+
+    @property
+    def watches_each_call(self) -> bool:
+        """Whether `watch` is to be called in each call of a function, and not in one alone."""
+        return self._watch == self._trace
 
     def knows(self, code: CodeType) -> bool:
         """Return whether it can tell what is executed of this code."""
@@ -84,24 +87,19 @@ class Executed:
             self._let_go()
 
     def _begin_to_monitor(self, undo: Undo) -> None:
-        free = (number for number in _IDS if _Monitoring.get_tool(number) is None)
-        tool = next(free, None)
-        if tool is None:
-            return
-        undo.note(_stop_monitoring, tool, self._monitored)
-        _Monitoring.use_tool_id(tool, _NAME)
-        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, self._on_instruction)
-        _Monitoring.restart_events()  # in functions of which an earlier call has told all
-        self._tool, self._watch = tool, self._monitor
+        tool = monitoring_tool(undo, lambda: self._monitored)
+        if tool is not None:
+            MONITORING.register_callback(tool, MONITORING.events.INSTRUCTION, self._on_instruction)
+            self._tool, self._watch = tool, self._monitor
 
     def _monitor(self, frame: FrameType) -> None:
         if frame.f_code not in self._monitored:
             self._monitored.add(frame.f_code)
-            _Monitoring.set_local_events(self._tool, frame.f_code, _Monitoring.events.INSTRUCTION)
+            MONITORING.set_local_events(self._tool, frame.f_code, MONITORING.events.INSTRUCTION)
 
     def _on_instruction(self, code: CodeType, offset: int) -> Any:
         self._seen[code].add(offset)
-        return _Monitoring.DISABLE  # once is enough
+        return MONITORING.DISABLE  # once is enough
 
     # ------------------------------------------------------------------------------------- before Python 3.12: tracing
 
@@ -167,11 +165,3 @@ def _stop_tracing() -> None:
 
 for _function in (_trace_nothing, Executed._on_event, Executed._on_instruction):
     never_compile_by_itself(_function)
-
-
-def _stop_monitoring(tool: int, functions: set[CodeType]) -> None:
-    if _Monitoring.get_tool(tool) == _NAME:
-        for code in functions:
-            _Monitoring.set_local_events(tool, code, 0)
-        _Monitoring.register_callback(tool, _Monitoring.events.INSTRUCTION, None)
-        _Monitoring.free_tool_id(tool)

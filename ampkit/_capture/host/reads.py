@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..._torch.tensors.modules import is_module
-from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, seeing_calls
+from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names
 from .code import Scope, functions_of
 from .constants import (
     ABSENT,
@@ -87,6 +87,7 @@ from .constants import (
 )
 from .executed import Executed
 from .objects import HeldTable, any_name, holders, holds_others
+from .profiling import seeing_calls
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
 # DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
@@ -147,15 +148,25 @@ class Reading(NamedTuple):
     cells: list[Any]
 
 
+_PROFILED = (
+    "A profiler runs, as cProfile, and before Python 3.12 there is one at a time. So all that the methods of modules "
+    "could read is compared. Let it run from the first replay on, or write into such attributes elsewhere."
+)
+
+
 class Reads:
     """What is compared from call to call, and where it is. A step that is watched shows it.
 
     Args:
         functions: those of the user's that ampkit calls in a step.
+
+    Attributes:
+        remark: why more is compared than the step reads, "" if it is not.
     """
 
     def __init__(self, functions: Iterable[Any] = ()) -> None:
         self._functions = tuple(functions)
+        self.remark = ""
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
@@ -181,6 +192,7 @@ class Reads:
             with seeing_calls(recorder.on_call) as has_seen_all:
                 yield
                 observed = has_seen_all()
+                self.remark = "" if observed else _PROFILED
             try:
                 self._learn_paths(notes, start, in_parts())
             except Exception as error:  # of a class of the user's; it must not end the step

@@ -188,32 +188,39 @@ class Notes:
         self._owners: dict[PathKey, Path] = {}  # of the paths to methods whose code is not looked at
         self._found: list[nn.Module] = []  # in this call of `take`
 
-    def take(self, frame: FrameType) -> Sequence[nn.Module]:
-        """Take note of a function that is called. Return the modules that were found to be read by that."""
+    def take(self, frame: FrameType) -> Sequence[nn.Module] | None:
+        """Take note of a function that is called.
+
+        Returns:
+            The modules that were found to be read by that; None if no call of its code reads anything.
+        """
         self._found = []
         if not self.problem:
             try:
-                self._take(frame)
+                if not self._take(frame):
+                    return self._found or None
             except Exception as error:  # of a class of the user's; it must not end the step
                 self.problem = unreadable(error, line_text(frame.f_code.co_filename, frame.f_code.co_firstlineno))
         return self._found
 
-    def _take(self, frame: FrameType) -> None:
+    def _take(self, frame: FrameType) -> bool:
+        """Take note of a function that is called. Return whether other calls of its code are to be noted, too."""
         code = frame.f_code
         if id(code) not in self._codes:
             self._codes[id(code)] = code
             self._reads[id(code)] = self._begin(frame)
         found = self._reads[id(code)]
         if found is None:
-            return
+            return False
         self._executed.watch(frame)
         if not found:
-            return
+            return self._executed.watches_each_call
         reader = _reader(frame)
         given = ((self._given(frame, read), read) for read in found if read.scope is Scope.ARGUMENT)
         for path, read in (*self._fixed[id(code)], *given):
             if path is not None:
                 self._add(path, reader, found[read])
+        return True
 
     def values(self) -> dict[PathKey, dict[str, Any]]:
         """Return the values that the paths have now."""

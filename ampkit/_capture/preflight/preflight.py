@@ -22,11 +22,11 @@ from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, ca
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .draw_record import DrawRecorder
+from .host_random import HostSources
 from .host_values import receive
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
-    HOST_SOURCES,
     PRINT,
     READ,
     WAITS,
@@ -141,7 +141,7 @@ class Preflight(TorchDispatchMode):
     def __enter__(self) -> "Preflight":
         self._thread = threading.get_ident()
         self._user_line = UserLineFinder(sys._getframe(1), skip_torch=self._watched.device.type == "cpu")
-        self._drawn = {name: read() for name, read in HOST_SOURCES.items()}
+        self._host_sources = HostSources()
         self._generator_watch = GeneratorWatch(self._watched.device, self._watched.generators)
         self._undo = Undo()
         try:
@@ -167,6 +167,7 @@ class Preflight(TorchDispatchMode):
             leave(self)
             if kind is None:
                 self.look_for_draws()
+                self._report_draws(self._host_sources.drawn_from_pairs())
         finally:
             self._undo.close()
         if kind is None and self._draws is not None:
@@ -208,6 +209,8 @@ class Preflight(TorchDispatchMode):
         if self._checks_nan:
             reads = "torch.autograd.detect_anomaly() reads every gradient on the host"
             self._add(Problem(reads, "Switch it off, or pass check_nan=False."), SourceLocation())
+        if not torch.is_anomaly_enabled():  # otherwise the user wants to see the stacks
+            self._user_line.note_lines_alone(undo)
         undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(True, self._checks_nan)
         undo.note(let_autograd_use_threads, uses_autograd_threads())
@@ -355,16 +358,17 @@ class Preflight(TorchDispatchMode):
 
     def look_for_draws(self) -> None:
         """Report draws of random numbers on the host, and generators that were set, since this was called last."""
-        for name, read in HOST_SOURCES.items():
-            before, self._drawn[name] = self._drawn[name], read()
-            if before is not None and before != self._drawn[name]:
-                thread = ", or in another thread" * (threading.active_count() > 1)
-                where = f"here or in a line that ran just before{thread}"
-                what = f"draws from {name}, {where}, and a graph would freeze the number"
-                self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
+        self._report_draws(self._host_sources.drawn_from())
         named, self._sets_next = self._sets_next, False
         if self._generator_watch.was_set() and not named:
             self._add(sets_generator("something here or just before"), self._user_line() or SourceLocation())
+
+    def _report_draws(self, sources: list[str]) -> None:
+        for name in sources:
+            thread = ", or in another thread" * (threading.active_count() > 1)
+            where = f"here or in a line that ran just before{thread}"
+            what = f"draws from {name}, {where}, and a graph would freeze the number"
+            self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
 
     def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs autograd's engine, with hooks on the nodes that must run without this mode."""

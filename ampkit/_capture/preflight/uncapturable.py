@@ -1,9 +1,6 @@
 """What cannot be captured: operations, autograd nodes and random numbers, each with what to write instead."""
 
 import functools
-import pickle
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -145,15 +142,6 @@ def problem_of(node: Any) -> Problem | None:
         advice = "Write it with other operations (exp and log, torch.where), or as a torch.autograd.Function."
         return Problem(f"{name} looks at values on the host", advice)
     return None
-
-
-def _numpy_state() -> bytes | None:
-    numpy_random = sys.modules.get("numpy.random")
-    return None if numpy_random is None else pickle.dumps(numpy_random.get_state(legacy=False))
-
-
-# Sources of random numbers on the host other than torch, and what reads their state: None while they are not in use.
-HOST_SOURCES: dict[str, Callable[[], Any]] = {"Python's random": random.getstate, "numpy.random": _numpy_state}
 
 
 # ------------------------------------------------------------------------------------------------- checks by operation

@@ -1,0 +1,154 @@
+"""How each function that is called is seen, beside profilers of the user's own.
+
+From Python 3.12 on `sys.monitoring` tells, where several tools run beside each other, cProfile among them. Before that
+a thread has one profile function, which is shared here with one that is written in Python.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from ..._torch.compile import never_compile_by_itself
+from ..._undo import Undo, replace
+
+# Python's own: `sys` may have others in their place.
+_set_profile, _profile = sys.setprofile, sys.getprofile
+
+
+MONITORING: Any = getattr(sys, "monitoring", None)
+_NAME = "ampkit"
+_IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
+
+
+def monitoring_tool(undo: Undo, watched: Callable[[], Iterable[CodeType]] = tuple) -> int | None:
+    """Return the number of a tool of `sys.monitoring`, until that is undone; None if other tools have all of them.
+
+    Args:
+        undo: ends its events.
+        watched: returns the code for which it has events of its own.
+    """
+    tool = next((number for number in _IDS if MONITORING.get_tool(number) is None), None)
+    if tool is not None:
+        undo.note(_end_tool, tool, watched)
+        MONITORING.use_tool_id(tool, _NAME)
+        MONITORING.restart_events()  # in functions of which an earlier call has told all
+    return tool
+
+
+def _end_tool(tool: int, watched: Callable[[], Iterable[CodeType]]) -> None:
+    if MONITORING.get_tool(tool) == _NAME:
+        for code in watched():
+            MONITORING.set_local_events(tool, code, 0)
+        MONITORING.set_events(tool, 0)
+        for event in (MONITORING.events.INSTRUCTION, MONITORING.events.PY_START, MONITORING.events.PY_RESUME):
+            MONITORING.register_callback(tool, event, None)
+        MONITORING.free_tool_id(tool)
+
+
+@contextmanager
+def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], bool]]:
+    """Context in which `note` is called with the frame of each function of Python that this thread calls.
+
+    Where it returns True, it may be told of no further calls of the same code.
+
+    It yields a function that returns whether all calls so far were seen. Before Python 3.12 that is false where another
+    profiler runs already, or where a profiler that is written in C is started or ended in the context. A profile
+    function that is set by `sys.setprofile` is called too, and stays.
+    """
+    with Undo() as undo:
+        if MONITORING is not None:
+            seen_all = _begin_to_monitor(undo, note)
+            yield lambda: seen_all
+            return
+        if _profile() is not None:
+            yield lambda: False
+            return
+        shared = _SharedProfile(note)
+        undo.note(shared.end)
+        replace(undo, sys, "setprofile", shared.set_users)
+        replace(undo, sys, "getprofile", shared.users)
+        shared.begin()
+        yield shared.has_seen_all
+
+
+def _begin_to_monitor(undo: Undo, note: Callable[[FrameType], bool]) -> bool:
+    thread = threading.get_ident()
+
+    def on_start(_code: CodeType, _offset: int) -> Any:
+        if threading.get_ident() == thread and note(sys._getframe(1)):
+            return MONITORING.DISABLE
+        return None
+
+    never_compile_by_itself(on_start)
+    tool = monitoring_tool(undo)
+    if tool is None:
+        return False
+    MONITORING.register_callback(tool, MONITORING.events.PY_START, on_start)
+    MONITORING.register_callback(tool, MONITORING.events.PY_RESUME, on_start)
+    MONITORING.set_events(tool, MONITORING.events.PY_START | MONITORING.events.PY_RESUME)
+    return True
+
+
+# -------------------------------------------------------------------------------------- before Python 3.12: a profile
+
+
+class _SharedProfile:
+    """A profile function that calls another one, too, which `sys.setprofile` and `sys.getprofile` set and return."""
+
+    def __init__(self, note: Callable[[FrameType], bool]) -> None:
+        self._note = note
+        self._noted: dict[int, CodeType] = {}  # of which no further calls are to be seen, by identity
+        self._thread = threading.get_ident()
+        self._users: Callable[..., Any] | None = None
+        self._on = False
+
+    def begin(self) -> None:
+        _set_profile(self._on_event)
+        self._on = True
+
+    def end(self) -> None:
+        """Leave the user's profile function in place, if there is one."""
+        if self._on_event == _profile():
+            _set_profile(self._users)
+        self._on = False
+
+    def has_seen_all(self) -> bool:
+        self._on = self._on and self._on_event == _profile()
+        return self._on
+
+    def set_users(self, function: Callable[..., Any] | None) -> None:
+        """Take the place of `sys.setprofile`."""
+        if threading.get_ident() == self._thread and self.has_seen_all():
+            self._users = function
+        else:
+            _set_profile(function and _without_own(function))
+
+    def users(self) -> Any:
+        """Take the place of `sys.getprofile`."""
+        here = threading.get_ident() == self._thread
+        return self._users if here and self.has_seen_all() else _profile()
+
+    def _on_event(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and id(frame.f_code) not in self._noted and self._note(frame):
+            self._noted[id(frame.f_code)] = frame.f_code
+        if self._users is not None and id(frame.f_code) not in _OWN_CODE:
+            self._users(frame, event, arg)
+
+
+def _without_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a profile function that is not told of the functions here, as it is not told of those of `sys`."""
+
+    def on_event(frame: FrameType, event: str, arg: object) -> None:
+        if id(frame.f_code) not in _OWN_CODE:
+            function(frame, event, arg)
+
+    return on_event
+
+
+_OWN_CODE = {  # by identity: of code that dynamo has made there may be no hash
+    id(function.__code__) for function in (_SharedProfile.set_users, _SharedProfile.users, _SharedProfile.has_seen_all)
+}
+never_compile_by_itself(_SharedProfile._on_event)

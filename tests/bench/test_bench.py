@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import few
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -185,7 +186,7 @@ def test_json_to_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
     assert captured.err == ""
 
 
-@pytest.mark.parametrize("source", ["device", "prefetch", "uint8"])
+@pytest.mark.parametrize("source", few(["device", "prefetch", "uint8"], ["uint8"]))
 @pytest.mark.usefixtures("on_cpu")
 def test_every_variant_gets_the_same_input(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--input: all get what `loss_fn` takes, in the dtype of the policy, in channels_last where it was uint8."""
@@ -234,6 +235,7 @@ def test_uint8_needs_images(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
 def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
     """The Lightning callback runs on the same batches to the same loss."""
     pytest.importorskip("lightning")
@@ -244,7 +246,7 @@ def test_lightning_trains_the_same_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("source", ["uint8", pytest.param("prefetch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("source", ["uint8", pytest.param("prefetch", marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_scan_trains_the_same_steps(source: str, tmp_path: Path) -> None:
     """R11: a scan of 96 steps per call reaches the loss that single steps reach, with decoded images too."""
@@ -329,7 +331,9 @@ def diverges(case: Case, setting: Setting) -> Loop:
     return Loop(train)
 
 
-@pytest.mark.parametrize("wrong", [not_clipped, other_learning_rate, no_schedule, never_steps, diverges])
+@pytest.mark.parametrize(
+    "wrong", few([not_clipped, other_learning_rate, no_schedule, never_steps, diverges], (not_clipped, diverges))
+)
 @pytest.mark.usefixtures("on_cpu")
 def test_a_loss_that_is_off_is_marked(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -436,6 +440,7 @@ def test_a_sweep_ends_for_a_variant_that_runs_out_of_memory(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
 def test_a_sweep_ends_where_there_is_no_room_for_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the input fits: rows say so, larger ones are not made, and the next model is measured."""
     made = []
@@ -824,8 +829,8 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, notes = _bench.select(["graphed", "max-autotune", "amp"], cpu)
     assert keys == ["amp", "graphed"]
     assert notes[0].endswith("peak memory, torch.compile max-autotune.")
-    for few in ("quick", "sweep"):
-        keys, notes = _bench.select(None, cuda, **{few: True})
+    for quickly in ("quick", "sweep"):
+        keys, notes = _bench.select(None, cuda, **{quickly: True})
         assert keys == ["amp", "amp-fused", "bare", "graphed"]
         assert notes[-1] == "Left out unless --variants names them: torch.compile, float32 and Lightning."
 

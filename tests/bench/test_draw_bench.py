@@ -19,6 +19,7 @@ def drawn(tmp_path: Path, name: str, *parts: Figures, options: tuple[str, ...] =
     return len(image)
 
 
+@pytest.mark.slow
 def test_bars_and_lines(tmp_path: Path) -> None:
     """Bars for one or two batch sizes, lines over several; only some of the variants if they are named."""
     parts = saved("mlp"), saved("resnet50"), saved("mlp", 128), saved("mlp", 256)

@@ -258,6 +258,7 @@ def test_odd_objects_are_left_alone() -> None:
     assert step.report().captures == 2
 
 
+@pytest.mark.slow
 def test_the_warning_names_what_is_inside() -> None:
     """By the path at which the step reads it."""
     model = Configured("cpu")
@@ -306,6 +307,7 @@ def test_a_step_in_parts(engine: Engine) -> None:
     assert (report.replays, report.in_parts) == (0, len(expected) - 5 * 3), report
 
 
+@pytest.mark.slow
 def test_a_tensor_that_was_replaced_is_freed() -> None:
     """Earlier settings are remembered, and keep no tensor alive."""
     old = []

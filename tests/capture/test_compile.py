@@ -162,8 +162,15 @@ def test_batches_that_are_views(engine: tuple[str, str]) -> None:
     assert (step.replays, step.report().eager) == (5, {"warm-up": 3})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_ampkit", [False, True], ids=["compiled model", "compile="])
+@pytest.mark.parametrize(
+    ("engine", "by_ampkit"),
+    [  # on a CPU Inductor compiles C++, which takes half a minute
+        pytest.param(ENGINES[0], False, marks=pytest.mark.seeds, id="compiled model-cpu"),
+        pytest.param(ENGINES[0], True, id="compile=-cpu"),
+        pytest.param(*ENGINES[1].values, False, marks=ENGINES[1].marks, id="compiled model-cuda"),
+        pytest.param(*ENGINES[1].values, True, marks=ENGINES[1].marks, id="compile=-cuda"),
+    ],
+)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
 @allow_inductor_warnings

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import few
 from harness import leave_out_inductor
 from torch import Tensor, nn
 
@@ -103,8 +102,9 @@ def train(step: Any, calls: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.parametrize("way", ["the loss", "the module", "in place", "within the loss"])
-@pytest.mark.parametrize("change", few(CHANGES, ("what a function is given", "rate of a dropout")))
-@pytest.mark.quick(3)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sampled(4)
+@pytest.mark.quick(2)
 def test_a_change_is_noticed(change: str, way: str) -> None:
     """R7: another value of what compiled code holds as a constant is another graph."""
     step = make_step(way, model := Model())
@@ -115,6 +115,7 @@ def test_a_change_is_noticed(change: str, way: str) -> None:
     assert (step.captures, step.replays) == (2, 7)
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_before() -> None:
     """R7: the functions in it are found, though nothing is compiled while the step is watched."""
     model = Model()
@@ -201,6 +202,7 @@ FUNCTIONS: Any = [lambda y: y * BETA]
 
 
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
+@pytest.mark.slow
 def test_compiled_code_without_a_hash() -> None:
     """Dynamo puts a dict among its constants for the argument `key`; the step does not end with an error by that."""
     WEIGHTED[:] = [Weighted(1.0), Weighted(2.0)]

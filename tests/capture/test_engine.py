@@ -101,6 +101,7 @@ def test_another_layout_is_another_graph(engine: Engine, change: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_least_recently_used_graph_goes(engine: Engine) -> None:
     """G10: with more shapes than max_graphs, the least recently used graph is dropped. Its shape is captured again."""
     step, _, _ = make(engine, max_graphs=2)
@@ -491,6 +492,7 @@ def test_bits_that_verify_measures_as_equal() -> None:
         assert "output is not what eager computes" in verdict.problem
 
 
+@pytest.mark.slow
 def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
     """If torch has once refused to run compiled code under a mode, it never runs that code again."""
     calls = []

@@ -123,6 +123,7 @@ def test_one_graph_serves_all_calls_if_no_layer_is_ever_dropped(engine: Engine) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("rate", "layers"), every(3, [(0.1, 4), (0.3, 4), (0.5, 3)]))
+@pytest.mark.slow
 def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, layers: int) -> None:
     """R3: losses, state and generators are those of the eager step in each of 60 calls."""
     twins = Twins(engine, lambda: Layers(rate, layers), max_graphs=5)
@@ -157,6 +158,7 @@ class Stops(Layers):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_number_of_draws_depends_on_earlier_ones(engine: Engine) -> None:
     """R3: a `break` behind a draw. Each depth has a graph, and the generator stands where an eager step leaves it."""
     twins = Twins(engine, lambda: Stops(0.4, 3))
@@ -314,6 +316,7 @@ def overflowing(model: nn.Module, x: Tensor, y: Tensor, boost: Tensor) -> Tensor
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_overflows(engine: Engine) -> None:
     """R3: steps that the loss scale skips draw like others."""
     twins = Twins(engine, lambda: Layers(0.2, 2), overflowing, policy="float16")
@@ -326,6 +329,7 @@ def test_overflows(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_loader_draws_between_the_steps(engine: Engine) -> None:
     """R3: a DataLoader that shuffles draws from the same generator, and a seed may be set between two calls."""
     twins = Twins(engine, lambda: Layers(0.2, 2))
@@ -364,6 +368,7 @@ def test_resume(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_scan_makes_its_steps_one_by_one(engine: Engine) -> None:
     """R3: which graphs serve the steps of a scan is known only when they draw."""
     twins = Twins(engine, lambda: Layers(0.2, 2))

@@ -418,7 +418,7 @@ def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
     shards = ["--strategy", "fsdp"]
     whole = in_two_processes(*shards, output=tmp_path / "whole", graph="off")
     resume = ["--opt", "adamw", "--resume", str(tmp_path / "whole" / "first.pth")]
-    resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate", forked=False)
+    resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["graph"]["replays"] == 256 // (2 * 16) - 3
     end, again = (torch.load(summary["checkpoint"], weights_only=True)["history"] for summary in (whole, resumed))

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.slow
 
 RESUMED = ("resume", "resume whole by Lightning")
 OTHERS = tuple(name for name in lightning_fsdp.CASES if name not in RESUMED)
-on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500)
-resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300)
+MODULES = ("lightning.pytorch",)
+on_cpu = cases_of(lightning_fsdp.__file__, "cpu", OTHERS, 500, modules=MODULES)
+resumed_on_cpu = cases_of(lightning_fsdp.__file__, "cpu", RESUMED, 300, modules=MODULES)
 on_gpus = cases_of(lightning_fsdp.__file__, "cuda", lightning_fsdp.ON_GPUS, 240)
 
 

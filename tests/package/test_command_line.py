@@ -405,6 +405,7 @@ def test_a_defect_of_ampkit(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.slow
 def test_trouble_is_no_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`ops --diff` as diff(1): 0 for the same rules, 1 for others, 2 where they cannot be compared."""
     ops = ["ops", "--device", "cpu", "--diff"]

@@ -45,30 +45,36 @@ def test_public_names():
     assert public - {"lightning"} == set(ampkit.__all__)  # lightning is imported on demand
 
 
-def modules_of(code: str) -> set[str]:
-    """Return the modules that some code imports in a new process which has imported torch before."""
-    lines = ["import sys, torch", "before = {*sys.modules}", code, "print(*{*sys.modules} - before)"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(lines)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+IMPORTS = """
+import sys, torch
+before = {*sys.modules}
+import ampkit
+assert 'debug' in dir(ampkit)
+assert not hasattr(ampkit, 'none')
+assert not torch.cuda.is_initialized()
+print(*{*sys.modules} - before)
+memory = ampkit.debug.memory
+from ampkit import debug
+assert debug.memory is memory
+print(*{*sys.modules} - before)
+"""
 
 
 def test_what_an_import_brings_along():
-    """All that it adds to torch is ampkit without debug, commands and Lightning, one module of torch, and Python's."""
-    found = modules_of("import ampkit\nassert 'debug' in dir(ampkit)\nassert not hasattr(ampkit, 'none')")
+    """All that it adds to torch is ampkit without debug, commands and Lightning, one module of torch, and Python's.
+
+    It touches no CUDA device. `debug` is imported when it is asked for.
+    """
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, with_debug = (set(line.split()) for line in done.stdout.splitlines())
     own = {name for name in found if name.partition(".")[0] == "ampkit"}
     assert "ampkit._step.graphed_step" in own
     assert not [name for name in own if name.split(".")[1:2] in (["debug"], ["_commands"], ["lightning"])]
     others = {name for name in found - own if name.partition(".")[0] not in sys.stdlib_module_names}
     others -= {name for name in others if name.startswith("_sysconfigdata_")}  # Python's, named after the machine
     assert others <= {"torch.utils._device"}
-
-
-def test_debug_is_imported_when_it_is_asked_for():
-    code = "import ampkit\nmemory = ampkit.debug.memory\nfrom ampkit import debug\nassert debug.memory is memory"
-    assert {"ampkit.debug", "ampkit.debug._memory.recorder"} <= modules_of(code)
+    assert {"ampkit.debug", "ampkit.debug._memory.recorder"} <= with_debug
 
 
 def test_version():

@@ -520,7 +520,7 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_captured_steps_follow_the_rules(engine: tuple[str, str], compiled: bool, fresh_dynamo: None) -> None:
     """A11: a step replays what eager computes, bit by bit, with rules for modules and for operations."""
@@ -587,7 +587,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", pytest.param("vit_b_16", marks=pytest.mark.seeds)])
 def test_torchvision(name: str) -> None:
     """The state_dict goes into the plain model and back, the rules take effect, and remove leaves the plain model."""
     torchvision = pytest.importorskip("torchvision")

@@ -378,8 +378,18 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("eager", "cpu"),
+        ("aot_eager", "cpu"),
+        # Half a minute of C++. test_module_rules.py has a case with Inductor that is no seed.
+        pytest.param("inductor", "cpu", marks=[pytest.mark.slow, pytest.mark.seeds]),
+        pytest.param("eager", "cuda", marks=pytest.mark.cuda),
+        pytest.param("aot_eager", "cuda", marks=pytest.mark.cuda),
+        pytest.param("inductor", "cuda", marks=[pytest.mark.cuda, pytest.mark.slow]),
+    ],
+)
 @allow_inductor_warnings
 def test_compiled_code_never_serves_the_old_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled function, policies alternating: dtypes, results and gradients are eager's each time."""

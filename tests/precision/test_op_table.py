@@ -211,6 +211,7 @@ def test_json_that_is_no_table(text):
         ampkit.OpTable.from_json(text)
 
 
+@pytest.mark.slow
 def test_command_prints_and_compares(tmp_path, capsys):
     """`ops` prints the table and writes it; --diff is silent about equal rules and exits with 1 for different ones."""
     file, other = tmp_path / "ops.json", tmp_path / "other.json"

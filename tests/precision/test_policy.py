@@ -174,7 +174,7 @@ PATTERNS = st.one_of(
 DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.dictionaries(st.one_of(CLASSES, PATTERNS), DTYPES), st.dictionaries(st.sampled_from(["add", "mm"]), DTYPES))
 def test_any_rules_survive_as_text(modules: Any, ops: dict[str, str]) -> None:
     """parse(str(policy)) == policy with quotes, braces, commas and colons in the patterns, in whatever order."""

@@ -203,6 +203,7 @@ def test_closing_within_a_window(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_report_says_which_micro_batch_a_graph_has(engine: Engine) -> None:
     """Graphs of one layout differ in the micro-batch that they are for, and the report tells them apart."""
     step, _, _ = make(engine, accumulate=3)

@@ -163,7 +163,7 @@ def test_later_steps_compile_nothing(policy: str) -> None:
     assert (step.skipped > 0) == (policy == "float16")
 
 
-@pytest.mark.parametrize("compile", ["default", "max"])
+@pytest.mark.parametrize("compile", ["default", pytest.param("max", marks=pytest.mark.slow)])
 def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: those of the update do; those of the loss only where block sizes are timed."""
     apart: dict[str, set[bool]] = {"loss": set(), "update": set()}
@@ -373,6 +373,7 @@ def test_a_failing_compilation_falls_back(engine: Engine, part: str, monkeypatch
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: if the backward fails to compile, a weight that the loss function has halved is not halved twice."""
     monkeypatch.setattr(COMPILER, broken_inductor({"backward", "update"}))
@@ -407,6 +408,7 @@ def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("part", few(["working weights", "forward", "backward", "update"], ("backward", "update")))
+@pytest.mark.slow
 def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with on_failure="raise" it is a CaptureError, and the call that raises has done nothing."""
     monkeypatch.setattr(COMPILER, broken_inductor({part}))
@@ -427,6 +429,7 @@ def test_a_failing_compilation_raises(part: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.slow
 def test_an_error_of_the_loss_is_the_users() -> None:
     """R11: an exception that the loss raises comes out as it is, without a warning, and the next call compiles."""
     fails = [False] * 65  # what is in a list of more than 64 is not compared from call to call

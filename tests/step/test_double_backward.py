@@ -114,6 +114,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(engine: Engine, options: d
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_graphed_function_has_them_too(engine: Engine) -> None:
     """`ampkit.graphed` goes the same way."""
     results = []
@@ -274,6 +275,7 @@ def test_the_batch_is_new_for_autograd_in_each_call(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("how", ["scan", "window"])
+@pytest.mark.slow
 def test_so_are_slices(engine: Engine, how: str) -> None:
     """Those of `scan` and of `window`, too."""
     results = []
@@ -339,6 +341,7 @@ def test_what_the_user_has_set_on_a_tensor_is_there() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
     """`ampkit.graphed`, also where it changes the batch in place, which the caller sees."""
     results = []
@@ -370,6 +373,7 @@ def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("asks", ["the loss", "a module", "a module without autograd"])
 @pytest.mark.quick(3)
+@pytest.mark.slow
 def test_a_step_in_parts(engine: Engine, asks: str) -> None:
     """A module whose replay would not ask for a gradient of its input stays eager; the others are captured."""
 

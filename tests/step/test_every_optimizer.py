@@ -122,6 +122,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_optimizer_without_tables_of_hooks(engine: Engine) -> None:
     """R5: it trains as torch's loop lets it, with the bits of eager steps."""
     check(engine, lambda params: Wrapped(torch.optim.AdamW(params, lr=0.1)))

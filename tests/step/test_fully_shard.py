@@ -177,7 +177,7 @@ def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["imported", "nothing"])
+@pytest.mark.parametrize("how", [pytest.param("imported", marks=pytest.mark.ranks), "nothing"])
 def test_a_job_ends(how: str) -> None:
     """R12: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     rows = ddp_train.launch(

@@ -574,13 +574,17 @@ class Training:
         return bits(torch.cat([param.detach().reshape(-1) for param in self.model.parameters()]))
 
 
-@examples(40)
-@given(st.sampled_from(["step", "buckets", "graphed"]), st.lists(BATCHES, min_size=1, max_size=2), st.booleans())
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.seeds)])
 @pytest.mark.slow
-def test_any_batch_is_taken_or_refused(way: str, odd: list[Any], by_name: bool) -> None:
+def test_any_batch_is_taken_or_refused(count: int) -> None:
     """Item 6: with and without graphs alike: a refusal says where in the batch and changes nothing, and the next batch,
     whether new or already captured, gives the bits of a step that was never given the refused one.
     """
+    ways = st.sampled_from(["step", "buckets", "graphed"])
+    examples(count)(given(ways, st.lists(BATCHES, min_size=1, max_size=2), st.booleans())(check_batches))()
+
+
+def check_batches(way: str, odd: list[Any], by_name: bool) -> None:
     graphed, eager = Training(way, "emulate"), Training(way, "off")
     good: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((X,), {})] * 3
     strange = [((X,), {"extra": part}) if by_name else ((X, part), {}) for part in odd]

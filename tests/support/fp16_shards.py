@@ -1,4 +1,4 @@
-"""float16 under fully_shard with 100 overflows on single ranks, one process per rank, for test_fp16_shards.py.
+"""float16 under fully_shard with many overflows on single ranks, one process per rank, for test_fp16_shards.py.
 
     python tests/support/fp16_shards.py --device cuda  every case on two GPUs, with one line per case and rank
     python tests/support/fp16_shards.py --device cpu --cases clip  one of them with gloo, emulated graphs
@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ampkit
 
-CALLS, OVERFLOWS = 350, 100
+CALLS, OVERFLOWS = {"cpu": 84, "cuda": 350}, {"cpu": 24, "cuda": 100}  # by kind of device
 PEAK = 2**-7  # of the learning rate. All rates are exact in float32, so that a float and a tensor are the same
 RISE, FALL = 32, 512  # optimizer steps in which the rate rises, and in which it would fall to 0
 DECAY = 0.25
@@ -78,10 +78,10 @@ class Overflow(NamedTuple):
     output: int
 
 
-def planned(ranks: int) -> dict[int, Overflow]:
+def planned(ranks: int, device: str) -> dict[int, Overflow]:
     """Return the overflows of a training by call, the same on all ranks."""
     drawn = random.Random(38)
-    calls = sorted(drawn.sample(range(CALLS), OVERFLOWS))
+    calls = sorted(drawn.sample(range(CALLS[device]), OVERFLOWS[device]))
     who = [*((rank,) for rank in range(ranks)), tuple(range(ranks))]
     return {
         call: Overflow(drawn.choice(who), drawn.random() < 0.5, CLASSES + drawn.randrange(PROBES)) for call in calls
@@ -144,7 +144,7 @@ class Job:
         self.scaler: Any = scaler(device.type, 1024.0, growth_interval=2)
         self.average = [local(param).detach().clone() for param in self.params]
         self.made = torch.Generator().manual_seed(7 + dist.get_rank())
-        self.planned = planned(dist.get_world_size())
+        self.planned = planned(dist.get_world_size(), device.type)
         self.outputs: list[list[Tensor]] = []
         self.step: Any = None
         if graph != "torch":
@@ -253,7 +253,7 @@ class Job:
 def train(case: Case, device: torch.device, graph: str) -> Job:
     """Train, and return the job at its end."""
     job = Job(case, device, graph)
-    for call in range(CALLS):
+    for call in range(CALLS[device.type]):
         job(call)
     return job
 

@@ -59,15 +59,23 @@ def files_of_folders() -> dict[str, list[str]]:
     return dict(found)
 
 
+@functools.cache
+def tree(file: str) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(SOURCES[file])
+
+
+@functools.cache
 def needs() -> dict[str, set[str]]:
     """Return the files that each file imports. An `__init__.py` is left out: it decides nothing."""
     graph = {file: set() for files in files_of_folders().values() for file in files}
     for file in graph:
-        found = imports(ast.parse(SOURCES[file]), file)
+        found = imports(tree(file), file)
         graph[file] = {imported_file(each.module, each.name) for each in found} & graph.keys() - {file}
     return graph
 
 
+@functools.cache
 def levels() -> list[str]:
     """Return the longest chain of files that import each other, the uppermost first."""
     graph = needs()

@@ -67,6 +67,8 @@ class Engine:
         self._capture = LayoutCapture(session, self._draws)
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
+        self._has_warmed_up = False
+        self._rest = self._last_rest = 0  # calls that are eager without a look, because each look found something new
         self.replays: int = 0
         # Each counts calls that are still to come.
         self._unverified, self._starts_to_mark = session.options.verify, 0
@@ -86,6 +88,10 @@ class Engine:
         if self._fallback.refused or captures.recorded:
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
+        if self._rest:
+            self._rest -= 1
+            changing = partial(may_change, self._state, None)
+            return call_aligned(partial(self._call_at_rest, phase), spec, args, kwargs, leaves, changing)
         if self._watch.present() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
@@ -138,6 +144,11 @@ class Engine:
         fn = seeing_capture(whole or self._session.fn, options.capturing is True)
         own = copied if whole is None else lambda outputs: outputs
         return self._eager.run(reason, lambda: fn(phase, *args, **kwargs), own=own)
+
+    def _call_at_rest(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
+        fn = seeing_capture(self._session.fn, self._session.options.capturing is True)
+        cause = self._variation.cause
+        return self._eager.run(f"{WARM_UP}: {cause.reason}" if cause else WARM_UP, lambda: fn(phase, *args, **kwargs))
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -225,6 +236,10 @@ class Engine:
         layout.count_under(f"{WARM_UP}: {cause.reason}")
         if not self._variation.is_said:
             self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
+        is_new = isinstance(layout.stage, Cold) and not layout.stage.calls
+        may_rest = is_new and not (len(self._cache) or self._ranks.several)
+        self._last_rest = min(2 * self._last_rest + 1, _LONGEST_REST) if may_rest else 0
+        self._rest = self._last_rest
         return ""
 
     def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: EagerCall) -> Any:
@@ -232,8 +247,9 @@ class Engine:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         self._state.renew_gradient_nodes()
-        few = len(self._layouts) <= _EARLY_PREFLIGHTS
-        left = self._session.warmup if key.outcomes is NEW else 3 if few else 2
+        # Most layouts that come later have one call, if there is something new in each call.
+        is_first, self._has_warmed_up = not self._has_warmed_up, True
+        left = self._session.warmup if key.outcomes is NEW else 3 if is_first else 2
         outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):
@@ -405,9 +421,10 @@ class Engine:
         self._draws.clear()
         self._settings_history.forget()
         self._variation.restart()
+        self._rest = self._last_rest = 0
 
 
 _NOT_AGREED = "the ranks have not agreed to capture yet"
 _NOT_CAPTURED = object()  # None may be what a function returns
-_EARLY_PREFLIGHTS = 8  # layouts; if there are more, most of them have only one call
+_LONGEST_REST = 63  # calls; each rest is twice as long as the one before
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -56,8 +56,8 @@ class WarmUp:
             layout: as it is known.
             cold: its stage.
             call: the call.
-            preflight_left: how many calls before the capture the preflight comes, at most. It is slow. If each call has
-                another layout, most layouts have only one call, which then needs none.
+            preflight_left: how many calls before the capture the preflight comes, at most, and all other looks. They
+                are slow. If each call has another layout, most layouts have only one call, which then needs none.
 
         Returns:
             What the function returns; and what it has drawn on the host, if that was looked at and can be repeated.
@@ -65,7 +65,12 @@ class WarmUp:
         drawn: DrawPath | None = None
         with Undo() as undo:
             undo.note(modes())
-            noted = nullcontext() if cold.calls else layout.writes.noted(self._state)
+            if cold.calls_left > preflight_left:  # there may be no other call of it: nothing is looked at
+                outputs = self._call(layout, cold, call)
+                layout.count_call(cold)
+                undo.forget()
+                return outputs, None
+            noted = nullcontext() if layout.writes.known else layout.writes.noted(self._state)
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
                 if not cold.checked and cold.calls_left <= preflight_left:

@@ -267,13 +267,19 @@ class GradScaler(DeviceScale):
         found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
         return prepared(optimizer, found, max_norm)
 
-    def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared) -> None:
-        """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`."""
+    def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared, *args: Any) -> None:
+        """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`.
+
+        Args:
+            optimizer: what steps.
+            found: what `prepare` has returned.
+            args: of `optimizer.step`, if the scaler is not enabled.
+        """
         self.grad_norm, self.found_inf = found
         self._scaled_step.undecided = False
         if found.found_inf is None:
             seed_late_momentum(optimizer)
-            self._scaled_step.step_unscaled(optimizer, (), {})
+            self._scaled_step.step_unscaled(optimizer, args, {})
         else:
             self._step_scaled(optimizer, gradients(optimizer), None, None, (), {})
 

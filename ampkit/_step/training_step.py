@@ -125,6 +125,7 @@ class TrainingStep:
         groups: the optimizer's param groups, as a capture needs them.
         capturable: as given. Then the optimizer, in a graph, reads its learning rates from tensors.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
+        closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class TrainingStep:
         self.capturable = capturable
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
+        self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._around = around
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -374,9 +376,9 @@ class TrainingStep:
                     param.grad = param.grad.clone()
             with self.groups.applied() if self.capturable else ExitStack():
                 if prepared is None:
-                    self.scaler.step(self._optimizer, max_norm=self._max_norm)
+                    self.scaler.step(self._optimizer, *self.closure, max_norm=self._max_norm)
                 else:
-                    self.scaler.step_prepared(self._optimizer, prepared)
+                    self.scaler.step_prepared(self._optimizer, prepared, *self.closure)
             with self.scaler.unwatched():
                 self.scaler.update()
             undo.forget()

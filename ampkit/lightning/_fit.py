@@ -21,6 +21,7 @@ from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import free_whole_parameters
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import torch_class
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
@@ -31,7 +32,7 @@ from ._gradient_reads import GradientUses
 from ._host_state import HostReads
 from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
 from ._measurements import FitMeasurements
-from ._precision import plugin_for
+from ._precision import ClosureUses, plugin_for
 from ._statistics import StatisticsReader, TrainingStatistics
 from ._trainer_reads import TrainerReads
 from ._trainer_step import BatchPlace, Clip, TrainerStep
@@ -83,6 +84,7 @@ class Fit:
         self.policy = policy
         self.statistics = StatisticsReader(self.device, trainer.world_size)
         self._problem = ""  # why Lightning does the steps, if that was found after the fit began
+        self._closure_problem: str | None = None  # the same, from the optimizer's first step; None before that
         self.in_optimizer_step = False
         self.backward_done = False
         self._window_ended = False
@@ -148,6 +150,8 @@ class Fit:
     def prepare_step(self) -> bool:
         """Return whether ampkit does the step of this batch. If it does, its `TrainerStep` exists from here on."""
         trainer = self._trainer
+        if self._closure_problem is None and torch_class(trainer.optimizers[0]) is None:
+            self.first_step_by_lightning = True  # which shows what this optimizer does with its closure
         self.first_step_by_lightning = self.first_step_by_lightning and not _lightning_refuses_to_clip(trainer)
         begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0  # Lightning calls zero_grad
         if self._gradient_uses.after_captured_step and begins_window and not self.left_to_lightning:
@@ -160,6 +164,11 @@ class Fit:
             self._step_made_for = made_for
         return not self.left_to_lightning
 
+    def end_lightnings_step(self, uses: ClosureUses) -> None:
+        """Take note of a step of the optimizer by Lightning."""
+        self.first_step_by_lightning = False
+        self._closure_problem = self._closure_problem or uses.problem
+
     def _make_step(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
             self._step.close()
@@ -170,6 +179,7 @@ class Fit:
         problem = (
             ("" if agreed else uses.problem or Ranks.other_found)
             or why_not_optimizer(optimizer)
+            or self._closure_problem
             or why_not_parameters(self._trainer, self._module, optimizer)
         )
         not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, ranks)

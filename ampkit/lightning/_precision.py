@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
+from .._torch.tensors.tensors import version
 
 
 class FitProtocol(Protocol):
@@ -29,6 +31,8 @@ class FitProtocol(Protocol):
     def left_to_lightning(self) -> bool: ...
 
     def prepare_step(self) -> bool: ...
+
+    def end_lightnings_step(self, uses: "ClosureUses") -> None: ...
 
 
 class StepPrecision(Precision):
@@ -56,8 +60,9 @@ class StepPrecision(Precision):
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
         hooked = _is_hooked(model)
         if not self.fit.prepare_step():
-            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            self.fit.first_step_by_lightning = False
+            uses = ClosureUses(optimizer, closure)
+            result = super().optimizer_step(optimizer, model=model, closure=uses, **kwargs)
+            self.fit.end_lightnings_step(uses)
             return result
         original = vars(optimizer).get("step")  # schedulers replace it to count steps
 
@@ -111,6 +116,42 @@ class StepPrecision(Precision):
 
 
 _RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
+
+
+class ClosureUses:
+    """The closure that an optimizer's step gets from Lightning. It does forward and backward of the batch.
+
+    ampkit does them before it calls `step()`. That is the same if the step begins with one call of the closure.
+    """
+
+    def __init__(self, optimizer: Any, closure: Callable[[], Any]) -> None:
+        self._optimizer, self._closure = optimizer, closure
+        self._before = self._versions()
+        self._calls, self._changed_before = 0, False
+
+    def __call__(self) -> Any:
+        """Do forward and backward."""
+        self._changed_before = self._changed_before or (not self._calls and self._versions() != self._before)
+        self._calls += 1
+        return self._closure()
+
+    @property
+    def problem(self) -> str:
+        """Why ampkit cannot do forward and backward before the step, and what to write instead; "" if it can."""
+        name = f"{type(self._optimizer).__name__}.step()"
+        if self._changed_before:
+            return f"{name} changes parameters before it calls its closure. {_CALLS_CLOSURE}"
+        if self._calls != 1:
+            return f"{name} has called its closure {self._calls} times, and not once. {_CALLS_CLOSURE}"
+        return ""
+
+    def _versions(self) -> list[int]:
+        return [version(param) for param in parameters(self._optimizer)]
+
+
+_CALLS_CLOSURE = (
+    "Write a loop of your own, and capture forward and backward by ampkit.graphed."
+)
 
 
 def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._errors import InputMismatch
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import torch_class
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
 from .._step.parts.split import StepSplitter, why_not_compiled_in_parts
@@ -52,6 +54,10 @@ class BatchPlace(NamedTuple):
     last: bool
     divisor: int
     epoch: int
+
+
+def _already_called() -> None:
+    """Take the place of the closure that does forward and backward, which have been done: see `ClosureUses`."""
 
 
 class NoLossError(NoStepError):
@@ -138,6 +144,9 @@ class TrainerStep:
             observer=observer,
             around=trainer_reads.watching if self._captures else nullcontext,
         )
+        takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
+        if takes_closure and not scaler.is_enabled():
+            self._step.closure = (_already_called,)  # as from Lightning, without a loss scale
         self._engine = self._make_engine(device, options, place, compile)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn

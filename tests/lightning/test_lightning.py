@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -557,6 +558,48 @@ def test_an_optimizer_that_no_graph_can_hold_steps_behind_the_graph(
     assert ours.report.outcome == "in parts"
 
 
+class NeedsClosure(torch.optim.SGD):
+    """Does forward and backward by the closure, as sharpness-aware minimization does: once, or at two places."""
+
+    def __init__(self, params: Any, places: int) -> None:
+        super().__init__(params, lr=0.1)
+        self.places = places
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]  # the closure is no option
+        assert closure is not None, "step() needs its closure"
+        with torch.enable_grad():
+            loss = closure()
+        for param in self.param_groups[0]["params"] if self.places > 1 else ():
+            param.add_(param.grad, alpha=0.05)
+        if self.places > 1:
+            with torch.enable_grad():
+                closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize(("places", "accumulate"), [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+def test_an_optimizer_that_needs_its_closure(engine: Engine, tmp_path: Path, places: int, accumulate: int) -> None:
+    """L1: it gets one. If it does forward and backward more often than once, the fit is left to Lightning."""
+    device, graph = engine
+    options: dict[str, Any] = {
+        "make": lambda: Net(lambda params: NeedsClosure(params, places), dropout=0.0),
+        "accumulate_grad_batches": accumulate,
+    }
+    plain = fit(tmp_path / "plain", device, None, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ampkit.CaptureWarning)
+        ours = fit(tmp_path / "ours", device, graph, options={"on_failure": "parts"}, **options)
+    assert_same_runs(plain, ours)
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
+    refused = ["NeedsClosure.step() has called its closure 2 times" in text for text in said]
+    assert any(refused) is (places == 2)
+    assert bool(ours.report.replays) is (places == 1)
+
+
 class UsesIndex(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self._shared(batch, batch_idx)
@@ -1063,6 +1106,7 @@ def test_import_without_lightning() -> None:
     """`import ampkit` does not need it; `import ampkit.lightning` says what to install."""
     code = """
 import sys
+import warnings
 import ampkit
 assert not [name for name in sys.modules if name.startswith("lightning")]
 sys.modules["lightning"] = None

@@ -181,6 +181,19 @@ def evaluator(folder: Path, device: str, callbacks: list[Any], **options: Any) -
     )
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_batch_that_is_collated_in_inference_mode(engine: Engine, tmp_path: Path) -> None:
+    """L3: Lightning fetches batches in inference mode, where a collate function makes tensors of inference mode."""
+    device, graph = engine
+    torch.manual_seed(0)
+    module = Validated()
+    data = DataLoader([(torch.randn(8), torch.tensor(i % 4)) for i in range(24)], batch_size=4)
+    plain = evaluator(tmp_path / "plain", device, []).test(module, data, verbose=False)
+    callback = AmpkitCallback(graph=graph, on_failure="raise")
+    assert evaluator(tmp_path / "ours", device, [callback]).test(module, data, verbose=False) == plain
+    assert callback.report("test_step").replays == 2
+
+
 class TwoLoaders(Validated):
     """Does something else with the second dataloader, whose batches have the same layout."""
 

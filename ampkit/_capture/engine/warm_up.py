@@ -97,8 +97,13 @@ class WarmUp:
 
     def _rehearse(self, layout: Layout, call: EagerCall) -> Any:
         def rehearsal() -> Any:
-            with layout.rehearsing(), answering(layout.answer.sees_capture):  # as a capture answers
-                return call.to(self._session.captured)
+            # As in a capture, the batch was not made in inference mode, and code that asks gets the same answer.
+            with (
+                writable(call.args, call.kwargs) as (args, kwargs),
+                layout.rehearsing(),
+                answering(layout.answer.sees_capture),
+            ):
+                return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
         # The first call may have taken other branches, where it made something that later calls find.
         with self._state.noting_reads(in_parts=lambda: False):

@@ -37,7 +37,10 @@ def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.
 
 
 def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
-    """Return the one device of the parameters. Raise a `ValueError` if their dtype is not the policy's."""
+    """Return the one device of the parameters.
+
+    Raise a `ValueError` if the dtype of one that is trained is not the policy's. A frozen base may have any.
+    """
     devices = {param.device: name for name, param in model.named_parameters()}
     if len(devices) != 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
@@ -49,7 +52,7 @@ def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
             raise ValueError(f"graphed_step(policy={str(policy)!r}): {problem}")
     elif policy is not None:
         for name, param in model.named_parameters():
-            if param.is_floating_point() and param.dtype is not policy.params:
+            if param.requires_grad and param.is_floating_point() and param.dtype is not policy.params:
                 raise ValueError(
                     f"graphed_step(policy={str(policy)!r}): parameter {name} is {param.dtype}. "
                     f"Use model.to({policy.params}), or a policy with params={str(param.dtype).removeprefix('torch.')}."

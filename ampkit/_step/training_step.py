@@ -1,5 +1,6 @@
 """What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, `after_step`."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ class Phase(NamedTuple):
 
     Attributes:
         last: whether the call has the last micro-batch of its window, so that the optimizer steps in it.
-        accumulated: indices of the parameters that have a gradient from earlier micro-batches of the window.
+        accumulated: numbers of the parameters that have a gradient from earlier micro-batches of the window.
         observed: whether an observer measures in the call. Other calls then have graphs without its kernels.
         others: what else decides which graph may serve the call.
     """
@@ -150,7 +151,7 @@ class TrainingStep:
         self._loss_fn = loss_fn
         self._model = model
         self._walk: Walk | None = None  # made in the first call
-        self._listed: list[nn.Parameter] = []
+        self._numbered: dict[int, nn.Parameter] = {}
         self._optimizer = optimizer
         self._policy = policy
         self.scaler = scaler
@@ -299,7 +300,7 @@ class TrainingStep:
         """Step the optimizer on the accumulated gradients.
 
         Args:
-            accumulated: the indices of the parameters that have one.
+            accumulated: the numbers of the parameters that have one.
             observed: whether the observer measures.
             prepared: what the last call of the window has returned of these gradients.
             averaged: whether DDP has averaged them, as it does in the last backward of a window.
@@ -319,11 +320,20 @@ class TrainingStep:
             self.place.has_stepped()
         return finished
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return the model's parameters: the same list as before if no module has got or lost anything since."""
+    def _parameters(self) -> dict[int, nn.Parameter]:
+        """Return the model's parameters by their numbers, which they keep when modules change places.
+
+        It is the same dict as before if no module has got or lost anything since.
+        """
         if self._walk is None or not self._walk.is_current():
-            self._walk, self._listed = Walk({"": self._model}), list(self._model.parameters())
-        return self._listed
+            self._walk = Walk({"": self._model})
+            known = {param: number for number, param in self._numbered.items()}
+            new = itertools.count(max(self._numbered, default=-1) + 1)
+            params = self._model.parameters()
+            self._numbered = {known[param] if param in known else next(new): param for param in params}
+            for gone in known.values() - self._numbered.keys():
+                self.gradients.pop(_name(gone), None)
+        return self._numbered
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
@@ -390,33 +400,34 @@ class TrainingStep:
 
     # ------------------------------------------------------------------------------------------------ accumulation
 
-    def _restore_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> None:
-        """Give the parameters with these indices their accumulated gradients, and the others none."""
+    def _restore_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
+        """Give the parameters with these numbers their accumulated gradients, and the others none."""
         _clear_gradients(params)
         for i in accumulated:
             params[i].grad = self.gradients[_name(i)]
 
-    def _keep_gradients(self, params: list[nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
+    def _keep_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
         """Copy gradients that this micro-batch is the first to have to tensors that last until the window's end.
 
         Autograd has added the other gradients to such tensors already.
 
         Returns:
-            The indices of all parameters that have an accumulated gradient now.
+            The numbers of all parameters that have an accumulated gradient now.
         """
         known = set(accumulated)
-        for i, param in enumerate(params):
+        for i, param in params.items():
             if param.grad is not None and param.grad.layout is not torch.strided:
                 # Autograd makes a new tensor for the sum of sparse gradients. No step that has them is captured.
                 self.gradients[_name(i)] = param.grad
                 known.add(i)
-        new = {i: param.grad for i, param in enumerate(params) if param.grad is not None and i not in known}
+        new = {i: param.grad for i, param in params.items() if param.grad is not None and i not in known}
         for i, grad in new.items():
-            if _name(i) not in self.gradients:
+            kept = self.gradients.get(_name(i))
+            if kept is None or (kept.dtype, kept.shape, kept.device) != (grad.dtype, grad.shape, grad.device):
                 self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
         if new:
-            kept = [local_shard(self.gradients[_name(i)]) for i in new]
-            foreach_copy_(kept, list(map(local_shard, new.values())))
+            buffers = [local_shard(self.gradients[_name(i)]) for i in new]
+            foreach_copy_(buffers, list(map(local_shard, new.values())))
         return tuple(sorted(known.union(new)))
 
     # ------------------------------------------------------------------------------------------------------ outputs
@@ -433,6 +444,6 @@ def _name(parameter: int) -> str:
     return f"the accumulated gradient of parameter {parameter}"
 
 
-def _clear_gradients(params: list[nn.Parameter]) -> None:
-    for param in params:
+def _clear_gradients(params: dict[int, nn.Parameter]) -> None:
+    for param in params.values():
         param.grad = None

@@ -47,7 +47,7 @@ class Window:
     Attributes:
         call: as given; it may be replaced between two calls.
         count: how many micro-batches the window has so far.
-        accumulated: indices of the parameters that have a gradient from these.
+        accumulated: numbers of the parameters that have a gradient from these.
     """
 
     def __init__(

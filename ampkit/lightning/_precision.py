@@ -149,9 +149,7 @@ class ClosureUses:
         return [version(param) for param in parameters(self._optimizer)]
 
 
-_CALLS_CLOSURE = (
-    "Write a loop of your own, and capture forward and backward by ampkit.graphed."
-)
+_CALLS_CLOSURE = "Write a loop of your own, and capture forward and backward by ampkit.graphed."
 
 
 def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:

@@ -216,3 +216,61 @@ def test_the_report_says_which_micro_batch_a_graph_has(engine: Engine) -> None:
     for batch in make_batches(engine[0], [8] * 5):
         ordinary(*batch)
     assert [";" in graph.layout for graph in ordinary.report().per_graph] == [False]
+
+
+def squared(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x.to(net[0].weight.dtype)).float().square().mean()  # type: ignore[index]  # nn.Sequential
+
+
+@pytest.mark.filterwarnings("ignore:.*Each such change takes 3 eager steps:ampkit.CaptureWarning")
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_layers_that_change_places_within_a_window(graph: str) -> None:
+    """An accumulated gradient belongs to its parameter, wherever that is in the model by now."""
+
+    def trained(with_ampkit: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, fused=True)
+        step = ampkit.graphed_step(squared, net, optimizer, accumulate=2, graph=graph) if with_ampkit else None
+        for i in range(4):
+            if i == 3:
+                net[0], net[1] = net[1], net[0]
+            if step is not None:
+                step(torch.ones(2, 4))
+                continue
+            (squared(net, torch.ones(2, 4)) / 2).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [param.detach() for param in net.parameters()]
+
+    assert_same(trained(True), trained(False))
+
+
+@pytest.mark.filterwarnings("ignore:.*Each such change takes 3 eager steps:ampkit.CaptureWarning")
+@pytest.mark.parametrize("how", ["another dtype", "another head"])
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_parameters_that_change_between_windows(graph: str, how: str) -> None:
+    """Gradients are accumulated in memory that is like them, also where the parameters were others before."""
+
+    def trained(with_ampkit: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+        step = ampkit.graphed_step(squared, net, optimizer, accumulate=2, graph=graph) if with_ampkit else None
+        for i in range(8):
+            if i == 4 and how == "another dtype":
+                net.double()
+            elif i == 4:
+                net[1] = nn.Linear(16, 6)
+                optimizer.param_groups[0]["params"][2:] = net[1].parameters()
+            if step is not None:
+                step(torch.ones(2, 8))
+                continue
+            (squared(net, torch.ones(2, 8)) / 2).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [param.detach() for param in net.parameters()]
+
+    assert_same(trained(True), trained(False))

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from harness import assert_same
+from torch import Tensor, nn
 
 import ampkit
 
 
-def parameters_of(model: nn.Module) -> Callable[[], list[nn.Parameter]]:
+def parameters_of(model: nn.Module) -> Callable[[], dict[int, nn.Parameter]]:
     """Return what lists the parameters of a step's model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ampkit.graphed_step(lambda model, x: model(x).sum(), model, optimizer, graph="off")
@@ -44,8 +45,9 @@ def test_a_change_is_seen(change: str) -> None:
     assert listed() is before
     CHANGES[change](model)
     after = listed()
-    assert [*map(id, after)] == [*map(id, model.parameters())]
+    assert [*map(id, after.values())] == [*map(id, model.parameters())]
     assert listed() is after
+    assert all(after.get(number, param) is param for number, param in before.items())  # numbers are not used again
 
 
 def test_what_is_no_change() -> None:
@@ -63,4 +65,35 @@ def test_what_is_no_change() -> None:
 def test_a_model_without_modules_below_it() -> None:
     """A module that is one parameter."""
     lone = nn.ParameterList([nn.Parameter(torch.zeros(2))])
-    assert [*map(id, parameters_of(lone)())] == [*map(id, lone.parameters())]
+    assert [*map(id, parameters_of(lone)().values())] == [*map(id, lone.parameters())]
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_a_frozen_base_in_another_dtype(graph: str) -> None:
+    """Adapters in float32 on a base in float16 train as with torch: a policy says how what is trained is kept."""
+
+    def trained(with_ampkit: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        base, adapter = nn.Linear(6, 3).half().requires_grad_(False), nn.Linear(6, 3, bias=False)
+        model = nn.ModuleList([base, adapter])
+        optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.01, fused=True)
+
+        def loss_fn(model: Any, x: Tensor) -> Tensor:
+            return (model[0](x) + model[1](x)).float().square().mean()
+
+        scaler = ampkit.GradScaler("cpu", init_scale=256.0)
+        step = ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", scaler=scaler, graph=graph)
+        torchs = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for _ in range(5):
+            if with_ampkit:
+                step(torch.ones(2, 6))
+                continue
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_fn(model, torch.ones(2, 6))
+            torchs.scale(loss).backward()
+            torchs.step(optimizer)
+            torchs.update()
+            optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    assert_same(trained(True), trained(False))

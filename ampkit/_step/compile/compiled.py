@@ -152,13 +152,13 @@ class CompiledTrainingStep(TrainingStep):
             raise CaptureError(self._failed)
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
         spec, leaves = read_batch(args, kwargs, self.device)
-        params = self._parameters()
+        params = list(self._parameters().values())
         if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
             self._layouts.clear()  # begin anew, since the model has other parameters
             self._copies.clear()
             for name in [name for name in self.gradients if name.startswith(_COPY)]:
                 del self.gradients[name]
-            self._known = list(params)
+            self._known = params
         kind = self.device.type
         key = (
             spec,

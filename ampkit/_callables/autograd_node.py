@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .shared_memory import SharedMemory
 PENDING: Any = object()  # stands for the result of a call that could not be replayed
 
 
+@dataclass(eq=False)
 class GraphedPasses:
     """The forward and the backward graph of one layout of the input.
 
@@ -28,12 +30,11 @@ class GraphedPasses:
         backward: the graph of the backward pass; not captured if no output requires grad.
     """
 
-    def __init__(self, shared: SharedMemory, passes: Passes, forward: Graph, backward: Graph) -> None:
-        self._shared = shared
-        self._passes = passes
-        self._forward = forward
-        self._backward = backward
-        self._last: weakref.ref[_ForwardReplay] | None = None
+    _shared: SharedMemory
+    _passes: Passes
+    _forward: Graph
+    _backward: Graph
+    _last: "weakref.ref[_ForwardReplay] | None" = None
 
     @property
     def pending(self) -> bool:

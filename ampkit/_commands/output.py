@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,6 +93,7 @@ def _part(path: Path) -> Path:
     return target.with_name(f"{target.name}.{os.getpid()}.part")
 
 
+@dataclass(eq=False)
 class Output:
     """Context that writes the results of a command: text to standard output, JSON to the file that `--json` names.
 
@@ -102,10 +104,9 @@ class Output:
         json: the argument of `--json`: a path, "-" or None.
     """
 
-    def __init__(self, json: str | None) -> None:
-        self._json = json
-        self._json_text = ""
-        self._redirected = ExitStack()
+    _json: str | None
+    _json_text: str = ""
+    _redirected: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "Output":
         if self._json == STDOUT:

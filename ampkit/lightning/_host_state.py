@@ -3,6 +3,7 @@
 import dis
 import inspect
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -115,6 +116,7 @@ class _SameTensor:
         return id(self.tensor)
 
 
+@dataclass(eq=False)
 class HostWrites:
     """Context that finds what one run of a step changes on the host.
 
@@ -129,10 +131,9 @@ class HostWrites:
         problem: a change that a replay would not make, and what to write instead; "" if there is none.
     """
 
-    def __init__(self, module: nn.Module, method: str = "training_step") -> None:
-        self._module = module
-        self._method = method
-        self.problem = ""
+    _module: nn.Module
+    _method: str = "training_step"
+    problem: str = ""
 
     def __enter__(self) -> "HostWrites":
         self._metrics, self._attributes = _host_values(self._module)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class TrainingStatistics(NamedTuple):
     values: dict[str, float]
 
 
+@dataclass(eq=False)
 class StatisticsReader:
     """Copies statistics from the device in the background: `start` begins a copy and returns the earlier ones.
 
@@ -40,12 +42,12 @@ class StatisticsReader:
         interval_start: when the interval began; None while the time does not count.
     """
 
-    def __init__(self, device: torch.device, processes: int) -> None:
-        self._device = device
-        self._processes = processes
-        self.samples = self.batches = 0
-        self.interval_start: _Timestamp | None = None
-        self._pending: deque[_PendingStatistics] = deque()
+    _device: torch.device
+    _processes: int
+    samples: int = 0
+    batches: int = 0
+    interval_start: "_Timestamp | None" = None
+    _pending: "deque[_PendingStatistics]" = field(default_factory=deque)
 
     def start_timing(self) -> None:
         """Begin an interval now."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,12 +111,12 @@ class HostDraws:
         torch.default_generator.set_state(self._after)
 
 
+@dataclass(frozen=True, eq=False)
 class _DrawnGraph:
     """A graph of a call whose draws on the host were made."""
 
-    def __init__(self, graph: Graph, draws: HostDraws) -> None:
-        self._graph = graph
-        self._draws = draws
+    _graph: Graph
+    _draws: HostDraws
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`, which draws again, from where this call has drawn.

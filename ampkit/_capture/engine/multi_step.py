@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -277,6 +278,7 @@ class MultiStepGraphs:
         self._fallback.warn_once("several calls", f"{problem} Each call is a launch of its own.")
 
 
+@dataclass(eq=False)
 class _CallComparison:
     """Records each call of a graph, and compares it with the first one of its kind.
 
@@ -290,14 +292,13 @@ class _CallComparison:
         difference: where a call first differs, in words; "" if none does.
     """
 
-    def __init__(self, numbers: bool, lenient: bool, kinds: Sequence[int]) -> None:
-        self._numbers = numbers
-        self._lenient = lenient
-        self._kinds = kinds
-        self._first: dict[int, Record | None] = {}
-        self._made = 0
-        self.ended = False
-        self.difference = ""
+    _numbers: bool
+    _lenient: bool
+    _kinds: Sequence[int]
+    _first: dict[int, Record | None] = field(default_factory=dict)
+    _made: int = 0
+    ended: bool = False
+    difference: str = ""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -4,11 +4,13 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 
+@dataclass(frozen=True, eq=False)
 class Clock:
     """Takes the time by CUDA events on the current stream of a device, or by the host's clock if there is no device.
 
@@ -16,8 +18,7 @@ class Clock:
     the device, it is the host's time.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    _device: torch.device | None
 
     def now(self) -> Any:
         """Return a mark of this moment, which `Durations.add` takes. Sync: none."""
@@ -86,6 +87,7 @@ class Timing:
         return Saving(self.replays, self.eager.median_ms(), self.replay.median_ms())
 
 
+@dataclass(eq=False)
 class Shares:
     """How the time of some calls is shared among their parts and what is between them.
 
@@ -96,13 +98,12 @@ class Shares:
         wanted: whether more calls are to be measured.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.wanted = True
-        self._marks: list[tuple[str, Any, Any]] = []  # of the parts of the present call
-        self._start: Any = None
-        self._calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = []  # not read yet
-        self._ms: list[dict[str, float]] = []
+    _clock: Clock
+    wanted: bool = True
+    _marks: list[tuple[str, Any, Any]] = field(default_factory=list)  # of the parts of the present call
+    _start: Any = None
+    _calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=list)  # not read yet
+    _ms: list[dict[str, float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Note that a call begins now. Sync: none."""

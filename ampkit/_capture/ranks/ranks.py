@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -37,11 +38,13 @@ class Together(Enum):
     CALLS_ALONE = "calls alone"
 
 
+@dataclass(eq=False)
 class _Votes:
     """When ranks vote: in every call at first, later in few. All ranks count the same calls."""
 
-    def __init__(self) -> None:
-        self._calls = self._votes = self._quiet = 0
+    _calls: int = 0
+    _votes: int = 0
+    _quiet: int = 0
 
     def are_due(self, always: bool = False) -> bool:
         """Return whether to vote in this call. To be asked once in every call."""

@@ -4,6 +4,7 @@ import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +15,11 @@ from ..._torch.tensors.tensors import local_shard
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
+@dataclass(eq=False)
 class Objects:
     """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self.objects = objects
+    objects: Sequence[Any]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Objects) and self.are(other.objects)

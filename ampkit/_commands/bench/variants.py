@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,15 +165,15 @@ def _compiled(mode: str) -> Callable[[Case, Setting], Loop]:
 # ------------------------------------------------------------------------------------------------------- made by hand
 
 
+@dataclass(eq=False)
 class _CaptureByHand:
     """Does three eager steps on a side stream, then captures and replays the step, as torch's documentation shows."""
 
-    def __init__(self, body: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._body = body
-        self._optimizer = optimizer
-        self._stream = torch.cuda.Stream()
-        self._eager_steps = 0
-        self._graph: CudaGraph | None = None
+    _body: Callable[[], Tensor]
+    _optimizer: torch.optim.Optimizer
+    _stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    _eager_steps: int = 0
+    _graph: CudaGraph | None = None
 
     def __call__(self, *_: Any) -> Tensor:
         """Do one step, on the batch that is part of the body."""

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Rates = Sequence[Any]  # by param group
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
 
 
+@dataclass(frozen=True, eq=False)
 class Windows:
     """Does whole windows of micro-batches with the slices of stacked inputs. This is what a graph records.
 
@@ -37,11 +39,10 @@ class Windows:
         size: how many micro-batches a window has.
     """
 
-    def __init__(self, call: Callable[..., PartOfStep], groups: CapturableGroups, table: RateTable, size: int) -> None:
-        self._call = call
-        self._groups = groups
-        self._table = table
-        self._size = size
+    _call: Callable[..., PartOfStep]
+    _groups: CapturableGroups
+    _table: RateTable
+    _size: int
 
     def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StackedOutputs:
         """Do this many windows."""

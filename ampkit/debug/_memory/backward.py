@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -55,6 +56,7 @@ class _Saved:
         self.is_dropped = True
 
 
+@dataclass(eq=False)
 class _PythonEngine:
     """Runs the backward passes in `without_engine`.
 
@@ -62,10 +64,10 @@ class _PythonEngine:
         on_node: called with each node before it runs, and with None after it.
     """
 
-    def __init__(self, on_node: Callable[[Any], object]) -> None:
-        self._on_node = on_node
-        self._saved: dict[int, list[weakref.ref[_Saved]]] = {}  # by the sequence number of the node
-        self._callbacks: list[list[Callable[[], object]]] = []  # of each backward that runs, the outermost first
+    _on_node: Callable[[Any], object]
+    _saved: dict[int, list[weakref.ref[_Saved]]] = field(default_factory=dict)  # by the sequence number of the node
+    # Of each backward that runs, the outermost first.
+    _callbacks: list[list[Callable[[], object]]] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> _Saved:
         """Keep a tensor that the newest node of the graph saves."""

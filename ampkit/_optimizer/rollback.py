@@ -222,11 +222,11 @@ class _StepSignature(NamedTuple):
         return self.paths == now.paths and self.numbers == now.numbers and self.with_gradient >= now.with_gradient
 
 
+@dataclass(eq=False)
 class _SameObject:
     """Stands for an object. It is equal to another one if they stand for the same object, which it keeps alive."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    _value: Any
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _SameObject) and self._value is other._value

@@ -14,6 +14,7 @@ from .._capture.host.code import codes_in
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
+from .._capture.state.walk import Objects
 from .._text import CONSTANTS
 from .._torch.tensors.tree import tree_flatten
 
@@ -100,20 +101,7 @@ class HostReads:
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
-    return _SameTensor(value) if isinstance(value, Tensor) else Constant.for_value(value)
-
-
-class _SameTensor:
-    """Compares a tensor by identity, and keeps it alive so that no other object can get its address."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameTensor) and self.tensor is other.tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
+    return Objects([value]) if isinstance(value, Tensor) else Constant.for_value(value)
 
 
 @dataclass(eq=False)

@@ -292,7 +292,8 @@ class Engine:
 
     def _say_behind(self) -> None:
         if self._session.optimizer.stays_behind:
-            self._fallback.say_behind(self._session.optimizer.why_behind)
+            text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
+            self._fallback.warn_once("behind", f"{self._session.optimizer.why_behind} {text}")
 
     def _give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""

@@ -5,9 +5,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+
+_EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
+_REPLAYS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +66,7 @@ class Durations:
         return statistics.median(self._ms) if self._ms else None
 
 
+@dataclass(eq=False)
 class Timing:
     """How long calls with one layout of the input take.
 
@@ -71,16 +76,9 @@ class Timing:
         replays: how many replays there were.
     """
 
-    def __init__(self) -> None:
-        self.eager: Durations = Durations(_EAGER)
-        self.replay: Durations = Durations(_REPLAYS)
-        self.replays = 0
-
-    def of_another_graph(self) -> "Timing":
-        """Return what times another graph of the same layout, whose eager calls take as long."""
-        other = Timing()
-        other.eager = self.eager
-        return other
+    eager: Durations = field(default_factory=partial(Durations, _EAGER))
+    replay: Durations = field(default_factory=partial(Durations, _REPLAYS))
+    replays: int = 0
 
     def saving(self) -> "Saving":
         """Return both medians. Sync: waits for the timed calls to end."""
@@ -184,6 +182,4 @@ def milliseconds(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end))
 
 
-_EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
-_REPLAYS = 8
 _SHARED = 3  # calls

@@ -6,6 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from .constants import (
 _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
 
 
+@dataclass(eq=False)
 class Slots:
     """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
 
@@ -44,8 +46,7 @@ class Slots:
         owner: the object.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    owner: Any
 
     def __getitem__(self, name: str) -> Any:
         if name == "__dict__" and (own := own_table(self.owner)) is not None:
@@ -72,11 +73,11 @@ class Slots:
         return [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
 
 
+@dataclass(eq=False)
 class Members:
     """What is in a set, as a table with one entry."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    owner: Any
 
     def __getitem__(self, _: None) -> frozenset[Any]:
         return frozenset(self.owner)
@@ -86,11 +87,11 @@ class Members:
         return tuple(self.owner)
 
 
+@dataclass(eq=False)
 class ContextValue:
     """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
 
-    def __init__(self, owner: "ContextVar[Any]") -> None:
-        self.owner = owner
+    owner: "ContextVar[Any]"
 
     def __getitem__(self, _: None) -> Any:
         return self.owner.get(ABSENT)
@@ -100,12 +101,12 @@ class ContextValue:
         return (self[None],)
 
 
+@dataclass(eq=False)
 class Array:
     """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self._seen: tuple[Any, ...] = ()
+    owner: Any
+    _seen: tuple[Any, ...] = ()
 
     def __getitem__(self, _: None) -> tuple[Any, ...]:
         numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner

@@ -332,7 +332,9 @@ class Reads:
         for path in (self._paths[key] for key in self._readers):
             source = self._follow(path)
             line, ends_here = self._line[path.key], len(path.values()) <= len(path.parts)
-            if ends_here and is_closed(source.value) and not _is_read_elsewhere(source.value):
+            # Attributes of these are looked at by themselves, or never change.
+            is_read_elsewhere = issubclass(type(source.value), (nn.Module, ModuleType, type))
+            if ends_here and is_closed(source.value) and not is_read_elsewhere:
                 package = package_name(type(source.value))
                 yield constant(str(path), ABSENT, line, f"objects of {package} are not looked into")
                 continue
@@ -378,11 +380,6 @@ class Reads:
 
 def _is_looked_into(module: nn.Module) -> bool:
     return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
-
-
-def _is_read_elsewhere(value: Any) -> bool:
-    """Return whether attributes of a closed object are looked at by themselves, or never change."""
-    return issubclass(type(value), (nn.Module, ModuleType, type))
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:

@@ -15,7 +15,7 @@ from ..._torch.tensors.tensors import local_shard
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Objects:
     """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
 
@@ -63,7 +63,9 @@ class Walk:
         )
         self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
         self.is_split: bool = any(local_shard(tensor) is not tensor for tensor in self.tensors)
-        self._names = self._paths()  # now, because the tables may change
+        owners = (path for path in self.paths() for _ in range(3))  # three tables each
+        # Now, because the tables may change.
+        self._names = [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
 
     def local(self) -> list[Tensor]:
         """Return the tensors; of a DTensor this process's part. Aliasing: the list may be that of `tensors`."""
@@ -115,10 +117,6 @@ class Walk:
             if old is not now:
                 return f"{new_name} was replaced"
         return "a parameter, buffer or module was added or removed"
-
-    def _paths(self) -> list[str]:
-        owners = (path for path in self.paths() for _ in range(3))  # three tables each
-        return [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
 
 
 def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:

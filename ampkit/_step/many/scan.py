@@ -16,7 +16,7 @@ from ..._capture.host.constants import are_same
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._optimizer.param_groups import CapturableGroups, RateTable
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
 from ..window import Window
@@ -202,7 +202,8 @@ class Scan:
         """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
         outs = []
         groups = self._groups.param_groups
-        with self._window.unscheduled(), Undo() as undo:
+        with Undo() as undo:
+            replace(undo, self._window, "after", None)
             for group in groups:
                 undo.note(group.update, dict(group))
             for window, of_groups in enumerate(rates):

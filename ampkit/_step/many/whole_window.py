@@ -12,7 +12,7 @@ from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Together
 from ..._errors import AmpkitError
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from ..window import Place, Window
 from .slices import Slices, micro_batches
@@ -135,6 +135,7 @@ class WholeWindow:
 
                 return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)
         if way in (Together.CALLS, Together.CALLS_ALONE):
-            with self._step.ranks.voting(always=way is Together.CALLS):
+            with Undo() as undo:
+                replace(undo, self._step.ranks, "voting", way is Together.CALLS)
                 return self._one_by_one(stack)
         return self._one_by_one(stack)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..._capture.engine.engine import Engine
-from ..._capture.engine.layouts import IN_PARTS, Layout
+from ..._capture.engine.layouts import IN_PARTS, Layout, Splitter
 from ..._capture.engine.options import Options
 from ..._capture.graph.capture_query import captures
 from ..._capture.graph.timing import Clock, Durations, Shares
@@ -44,7 +44,7 @@ class Divided(Protocol):
         """Do what comes before the update of the parameters, if that is a part of its own."""
 
 
-class StepSplitter:
+class StepSplitter(Splitter):
     """Does the steps in parts whose layout cannot be captured as a whole.
 
     Args:
@@ -83,7 +83,7 @@ class StepSplitter:
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
 
-    # ------------------------------------------------------------------------------------------------- the protocol
+    # ------------------------------------------------------------------------------------------------- of a splitter
 
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""

@@ -39,7 +39,8 @@ class StatisticsReader:
     Attributes:
         samples: how many samples this process has trained on since the interval began. The caller counts them.
         batches: how many batches these were, counted by the caller too.
-        interval_start: when the interval began; None while the time does not count.
+        interval_start: when the interval began; None while the time does not count. The caller may
+            set it to None.
     """
 
     _device: torch.device
@@ -52,10 +53,6 @@ class StatisticsReader:
     def start_timing(self) -> None:
         """Begin an interval now."""
         self.interval_start, self.samples, self.batches = _Timestamp(self._device), 0, 0
-
-    def restart_timing(self) -> None:
-        """Exclude the time until the end of the next batch from the speed."""
-        self.interval_start = None
 
     def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]

@@ -99,6 +99,7 @@ class Pool:
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
 
 
+@dataclass(eq=False)
 class CudaGraph:
     """A CUDA graph.
 
@@ -109,12 +110,11 @@ class CudaGraph:
         generators: CUDA generators beside the default one that `fn` draws from. Another one could not be captured.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = ()) -> None:
-        self._stream = stream
-        self._pool = pool
-        self._generators = tuple(generators)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: Any = None
+    _stream: torch.cuda.Stream
+    _pool: Pool
+    _generators: Sequence[torch.Generator] = ()
+    _graph: torch.cuda.CUDAGraph | None = None
+    _outputs: Any = None
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`. Nothing of it has run on the device when this returns.

@@ -239,7 +239,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         return
     elif issubclass(kind, dict):
         if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
-            yield id(owner), False, owner, _entries(owner)
+            pairs = list(dict.items(owner))
+            unnamed = [key for key, _ in pairs if not isinstance(key, str)]
+            numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
+            yield id(owner), False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
     elif kind in (list, deque) or issubclass(kind, tuple):
         if len(owner) <= MOST_ENTRIES:
             yield id(owner), False, owner, list(enumerate(owner))
@@ -306,13 +309,6 @@ def _is_setting(name: str, value: Any) -> bool:
     """Return whether an attribute of a class is no method, property or nested class."""
     is_described = any("__get__" in class_table(base) for base in bases_of(type(value)))
     return not name.startswith("__") and not is_described and not issubclass(type(value), type)
-
-
-def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    pairs = list(dict.items(table))
-    unnamed = [key for key, _ in pairs if not isinstance(key, str)]
-    numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
-    return [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:

@@ -394,15 +394,12 @@ def _noted(value: Any, *, of_module: bool) -> Any:
     if is_plain(value):
         return noted(value)
     looked_into = holds_others(value)
-    if not of_module:
-        looked_into = _is_table(value) or (looked_into and (is_array(value) or not _is_of_package(value)))
+    if not of_module and looked_into and not _is_table(value) and not is_array(value):
+        # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
+        module = sys.modules.get(module_name(type(value)))
+        in_package = module is not None and "-packages" in file_of_module(module)
+        looked_into = not in_package and type(value) is not functools.partial
     return type(value) if looked_into else reference(value)
-
-
-def _is_of_package(value: Any) -> bool:
-    """Return whether code that is not looked at may read attributes of this object, or keeps its values elsewhere."""
-    module = sys.modules.get(module_name(type(value)))
-    return type(value) is functools.partial or (module is not None and "-packages" in file_of_module(module))
 
 
 def _is_table(value: Any) -> bool:

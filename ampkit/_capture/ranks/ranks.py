@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._torch.ranks.sharding import ShardedModules
 from ..graph.turns import Turn
 from .heartbeat import Heartbeat, heartbeat_of
-from .job_end import Closable, close_before_end, keep_process_groups, tell_end
+from .job_end import keep_process_groups, tell_end
 from .reducers import Reducers
 from .shards import shard_groups
 
@@ -301,11 +301,6 @@ class Ranks:
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-
-    def close_before_end(self, graphs: Closable) -> None:
-        """Have the graphs released before the process group is destroyed."""
-        if self.several:
-            close_before_end(graphs)
 
 
 _DIGEST = 6  # bytes of a rank's number: the sum over 32768 ranks fits into 63 bits

@@ -161,7 +161,8 @@ class Survey:
             for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
             for owner, name in ENGINE_ENTRIES:
-                replace(undo, owner, name, self._looking_at(getattr(owner, name)))
+                run = partial(self._run_engine, threading.get_ident(), getattr(owner, name))
+                replace(undo, owner, name, run)
             with self._preflight:
                 yield
 
@@ -325,16 +326,11 @@ class Survey:
 
     # ----------------------------------------------------------------------------------------------- autograd graph
 
-    def _looking_at(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs autograd's engine, and looks at each autograd graph before that."""
-        thread = threading.get_ident()
-
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
-                self._look_at_graph(outputs)
-            return engine(outputs, *args, **kwargs)
-
-        return run
+    def _run_engine(self, thread: int, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine. In this thread, look at each autograd graph before that."""
+        if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
+            self._look_at_graph(outputs)
+        return engine(outputs, *args, **kwargs)
 
     def _look_at_graph(self, outputs: Sequence[Any]) -> None:
         """Look at how gradients get into the calls and out of them in a backward that begins with these outputs."""

@@ -75,17 +75,12 @@ def output_file(text: str) -> Path:
             raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {folder!r}; create it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise argparse.ArgumentTypeError(f"{text!r} is read-only")
-        if not _is_special(path):
+        if path.is_file() or not path.exists():  # no device and no pipe, see `Output.save`
             _part(path).touch()
             _part(path).unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return path
-
-
-def _is_special(path: Path) -> bool:
-    """Return whether a path names a device or a pipe, which must be written to and not replaced by a file."""
-    return path.exists() and not path.is_file()
 
 
 def _part(path: Path) -> Path:
@@ -131,10 +126,10 @@ class Output:
         json = json.rstrip() + "\n"
         if self._json == STDOUT:
             self._json_text = json
-        elif self._json is not None and _is_special(path := Path(self._json)):
-            path.write_text(json)
+        elif self._json is not None and (path := Path(self._json)).exists() and not path.is_file():
+            path.write_text(json)  # a device or a pipe is not replaced by a file
         elif self._json is not None:
-            part = _part(path := Path(self._json))
+            part = _part(path)
             try:
                 part.write_text(json)
                 part.replace(path.resolve())

@@ -111,7 +111,9 @@ class ProfiledCalls:
         marks = [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
         for i in sorted(self._launches, key=lambda i: float(self._events[i]["ts"])):
             event = self._events[i]
-            if _GRAPH_LAUNCH in event["name"] and not any(_within(event, mark) for mark in marks):
+            if _GRAPH_LAUNCH in event["name"] and not any(
+                _during(event, mark) for mark in marks if _thread_of(event) == _thread_of(mark)
+            ):
                 yield Call("", _in_order(list(self._launched(i))), True)
 
     def _call(self, mark: Any) -> Call:
@@ -122,7 +124,8 @@ class ProfiledCalls:
         }
         threads = {_thread_of(mark), *nodes}
         launches = [i for i in self._launches if _during(self._events[i], mark)]
-        graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"] and _within(self._events[i], mark)]
+        here = [i for i in launches if _thread_of(self._events[i]) == _thread_of(mark)]
+        graphs = [i for i in here if _GRAPH_LAUNCH in self._events[i]["name"]]
         if graphs:
             return Call(mark["name"], _in_order([kernel for i in graphs for kernel in self._launched(i)]), True)
         kernels = [kernel for i in launches for kernel in self._launched(i)]

@@ -185,7 +185,7 @@ class Reads:
                 compared.
         """
         executed = Executed()
-        start = self._found(self._paths)
+        start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
         recorder = CallRecorder(modules, executed, notes.take)
         with executed.noting():
@@ -238,8 +238,9 @@ class Reads:
         # A function may read what another one has written before it was called: then only a later call shows that.
         rewritten = whole(different(notes.before, after))
         compared = self._compared_paths()
+        now = {key: self._follow(path).found() for key, path in self._paths.items()}
         self._own.saw(
-            rewritten | whole(different(start, self._found(self._paths))),
+            rewritten | whole(different(start, now)),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: type(after.get(place[0] or (), {}).get(place[1])) is weakref.ref,
             is_compared=lambda place: place in rewritten and place[0] in compared,
@@ -347,9 +348,6 @@ class Reads:
     def _compared_paths(self) -> dict[PathKey, Path]:
         own = self._own.places
         return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
-
-    def _found(self, paths: dict[PathKey, Path]) -> dict[Key, dict[str, Any]]:
-        return {key: self._follow(path).found() for key, path in paths.items()}
 
     def _attributes(
         self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False

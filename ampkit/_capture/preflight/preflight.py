@@ -17,7 +17,7 @@ from ..._torch.compile import COMPILER, never_compile_by_itself
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.modes import WatchingMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
@@ -80,7 +80,7 @@ def describe(findings: Sequence[Finding]) -> str:
     return "\n".join(rows)
 
 
-class Preflight(TorchDispatchMode):
+class Preflight(WatchingMode):
     """Context for a training step that finds what cannot be captured in it.
 
     It finds waits for the device, copies between host and device, and random numbers that a graph would freeze, in
@@ -299,13 +299,6 @@ class Preflight(TorchDispatchMode):
         replace(undo, owner, name, reporting)
 
     # ---------------------------------------------------------------------------------------------------------- events
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. Otherwise torch.compile would run it eagerly, and compile no new code."""
-        return True
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation below autograd and report what is wrong with it."""

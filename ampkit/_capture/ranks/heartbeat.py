@@ -125,7 +125,7 @@ class Heartbeat:
             self._word = ""
         elif follows and self._left:
             self._word = f"{self._left}, while rank {self._rank} needs it"
-            self._print(self._word)
+            print(f"ampkit, rank {self._rank}: {self._word}", file=sys.stderr, flush=True)
         else:
             self._word = f"rank {self._rank} ended: {described(error)}"
         self._wake.set()
@@ -238,9 +238,6 @@ class Heartbeat:
             return  # this rank has ended of itself
         self.lost = text
         self._told.set()
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         print(f"ampkit, rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def _interrupt(self) -> None:

@@ -317,7 +317,7 @@ class Survey:
 
     def _owners(self, node: Any) -> Iterator[ModuleCall]:
         """Yield the calls in whose forward an autograd node was made, the innermost first."""
-        if node is None or _is_leaf(node):
+        if node is None or node.name() == _ACCUMULATES:
             return
         number = sequence_number(node)
         for call in reversed(self.calls):
@@ -367,13 +367,12 @@ def advice_on(thing: object) -> str:
 # -------------------------------------------------------------------------------------------------------- what is equal
 
 
-def _is_leaf(node: Any) -> bool:
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
+_ACCUMULATES = "torch::autograd::AccumulateGrad"  # name of the node of a leaf
 
 
 def _key(node: Any) -> int:
     """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
-    return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
+    return id(node.variable) if node.name() == _ACCUMULATES else -1 - sequence_number(node)
 
 
 def _entry_of(leaf: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -127,13 +127,13 @@ class GraphedPasses:
         self._backward.reset()
 
 
+@dataclass(eq=False)
 class _ForwardReplay:
     """One replay of a forward graph. It is alive as long as its autograd node, and so as long as backward may come."""
 
-    def __init__(self, graphed: GraphedPasses) -> None:
-        self.graphed = graphed
-        self.done = False
-        self.versions: list[int] = []  # `GraphedPasses.versions` after the forward pass
+    graphed: GraphedPasses
+    done: bool = False
+    versions: list[int] = field(default_factory=list)  # `GraphedPasses.versions` after the forward pass
 
 
 class _ReplayFunction(torch.autograd.Function):

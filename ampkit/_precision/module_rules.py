@@ -209,8 +209,8 @@ def _choose(
             shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
             raise ValueError(
                 f"Policy.apply({type(model).__name__}): the rules {shown} both match module {names[0]!r}, a "
-                f"{type(module).__name__}. Narrow one of them, or add a rule for the path of the module, which wins over "
-                "the others."
+                f"{type(module).__name__}. Narrow one of them, or add a rule for the path of the module, which wins "
+                "over the others."
             )
         if deciding:
             chosen[module] = deciding[0][1]

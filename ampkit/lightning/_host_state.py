@@ -2,8 +2,9 @@
 
 import dis
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partialmethod
 from types import CodeType
 from typing import Any
 
@@ -211,6 +212,10 @@ class BatchIndex(int):
 
     used = False
 
+    def _use(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.used = True
+        return method(self, *args)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = []
@@ -221,21 +226,10 @@ class BatchIndex(int):
         return func(*plain[: len(args)], **dict(zip(kwargs or (), plain[len(args) :], strict=True)))
 
 
-def _noticing(name: str) -> Any:
-    """Return the method of int that has this name, as a method that sets `used`."""
-    method = getattr(int, name)
-
-    def noticing(self: BatchIndex, *args: Any) -> Any:
-        self.used = True
-        return method(self, *args)
-
-    return noticing
-
-
 _ARITHMETIC = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "eq ne lt le gt ge bool int float index neg pos abs invert round hash repr str format"
 for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _ARITHMETIC.split())):
-    setattr(BatchIndex, f"__{_name}__", _noticing(f"__{_name}__"))
+    setattr(BatchIndex, f"__{_name}__", partialmethod(BatchIndex._use, getattr(int, f"__{_name}__")))
 
 
 # ------------------------------------------------------------------------------------------------------------ bytecode

@@ -1,11 +1,11 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from ..._errors import CaptureError, CaptureWarning
+from ..._errors import CaptureError
 from ..._user_line import WarnOnce
-from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
 
@@ -53,25 +53,27 @@ class MovableOptimizer:
 UNMOVED = MovableOptimizer()
 
 
+@dataclass(eq=False)
 class Fallback:
     """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
 
     Args:
         name: what messages call the step.
-        options: see `Options`.
+        warn: warns of each kind of thing once.
+        raises: whether the user asked for errors (`on_failure="raise"`).
+        refused: why every call is eager; "" as long as some layout may be captured.
 
     Attributes:
-        raises: whether the user asked for errors (`on_failure="raise"`).
-        refused: why every call is eager from now on; "" as long as some layout may be captured.
+        raises: as given.
+        refused: as given, or why every call is eager from now on.
         failure: what could not be captured last, for the report; None if nothing failed.
     """
 
-    def __init__(self, name: str, options: Options) -> None:
-        self._name = name
-        self.raises: bool = options.on_failure == "raise"
-        self.refused: str = "graph='off'" if options.graph == "off" else ""
-        self.failure: str | None = None
-        self._warn = WarnOnce(name, CaptureWarning)
+    _name: str
+    _warn: WarnOnce
+    raises: bool
+    refused: str
+    failure: str | None = None
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""

@@ -111,9 +111,8 @@ class ProfiledCalls:
         marks = [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
         for i in sorted(self._launches, key=lambda i: float(self._events[i]["ts"])):
             event = self._events[i]
-            if _GRAPH_LAUNCH in event["name"] and not any(
-                _during(event, mark) for mark in marks if _thread_of(event) == _thread_of(mark)
-            ):
+            here = [mark for mark in marks if _thread_of(event) == _thread_of(mark)]
+            if _GRAPH_LAUNCH in event["name"] and not any(_during(event, mark) for mark in here):
                 yield Call("", _in_order(list(self._launched(i))), True)
 
     def _call(self, mark: Any) -> Call:
@@ -295,7 +294,3 @@ def _end(event: Any) -> float:
 def _during(event: Any, other: Any) -> bool:
     """Return whether an event began while the other one lasted."""
     return float(other["ts"]) <= float(event["ts"]) < _end(other)
-
-
-def _within(event: Any, mark: Any) -> bool:
-    return _thread_of(event) == _thread_of(mark) and _during(event, mark)

@@ -216,7 +216,7 @@ class Preflight(WatchingMode):
         undo.note(let_autograd_use_threads, uses_autograd_threads())
         let_autograd_use_threads(False)
         for owner, name in ENGINE_ENTRIES:
-            replace(undo, owner, name, self._backward_by(getattr(owner, name)))
+            replace(undo, owner, name, functools.partial(self._run_backward, getattr(owner, name)))
 
     def _watch_calls(self, undo: Undo) -> None:
         """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
@@ -363,23 +363,19 @@ class Preflight(WatchingMode):
             what = f"draws from {name}, {where}, and a graph would freeze the number"
             self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
 
-    def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs autograd's engine, with hooks on the nodes that must run without this mode."""
-
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return engine(outputs, *args, **kwargs)
-            outer, self._stepped_aside = self._stepped_aside, False
-            found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
-            hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
-            try:
-                return engine(outputs, *args, **kwargs)
-            finally:
-                self._stepped_aside = outer
-                for hook in hooks:
-                    hook.remove()
-
-        return run
+    def _run_backward(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine, with hooks on the nodes that must run without this mode."""
+        if threading.get_ident() != self._thread:
+            return engine(outputs, *args, **kwargs)
+        outer, self._stepped_aside = self._stepped_aside, False
+        found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
+        hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
+        try:
+            return engine(outputs, *args, **kwargs)
+        finally:
+            self._stepped_aside = outer
+            for hook in hooks:
+                hook.remove()
 
     def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
         """Yield hooks that let a node run without this mode, under which it would compute something else."""

@@ -150,9 +150,6 @@ def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterato
             return
         if left.values != right.values:
             pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
-            a, b = next((_short(a), _short(b)) for a, b in pairs if a != b)
+            different = next((a, b) for a, b in pairs if a != b)
+            a, b = (text if len(text) <= 60 else f"{text[:57]}..." for text in different)
             yield Difference(left.line, f"{left.name} takes {a} in one step and {b} in another")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -38,6 +38,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that add
 _SOLE_OWNER_REFERENCES = 3
 
 
+@dataclass(eq=False)
 class _Saved:
     """What stands for a tensor that a node has saved for backward. It is dropped when the node has run.
 
@@ -46,9 +47,9 @@ class _Saved:
         unpack: the unpack hook, None for the tensor itself.
     """
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None = None) -> None:
-        self.packed, self.unpack = packed, unpack
-        self.is_dropped = False
+    packed: Any
+    unpack: Callable[[Any], Tensor] | None = None
+    is_dropped: bool = False
 
     def drop(self) -> None:
         """Keep nothing any more: the closure of a checkpoint's hook has the arguments of the function."""

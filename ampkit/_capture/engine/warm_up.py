@@ -79,10 +79,7 @@ class WarmUp:
                     outputs = self._rehearse(layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
                 else:
-                    fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
-                    outputs = self._eager.run(layout.reason, lambda: call.to(fn))
-                    if call.start is not None and cold.calls >= self._session.untimed and layout.timing.eager.wanted:
-                        layout.timing.eager.add(call.start, self._session.clock.now())
+                    outputs = self._call(layout, cold, call)
                     layout.count_call(cold)
             undo.forget()
         unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
@@ -90,6 +87,13 @@ class WarmUp:
         problem = "\n".join(filter(None, (layout.problem, unaveraged, unreadable)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs, drawn
+
+    def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
+        fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
+        outputs = self._eager.run(layout.reason, lambda: call.to(fn))
+        if call.start is not None and cold.calls >= self._session.untimed and layout.timing.eager.wanted:
+            layout.timing.eager.add(call.start, self._session.clock.now())
+        return outputs
 
     def _rehearse(self, layout: Layout, call: EagerCall) -> Any:
         def rehearsal() -> Any:

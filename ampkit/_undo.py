@@ -10,17 +10,18 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@dataclass(eq=False)
 class _OpenHere(threading.local):
     """The contexts that are open in this thread, the outermost first."""
 
-    def __init__(self) -> None:
-        self.contexts: list[Undo] = []
+    contexts: "list[Undo]" = field(default_factory=list)
 
 
 open_here = _OpenHere()

@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -110,6 +111,7 @@ def users_level() -> int:
     return level
 
 
+@dataclass(eq=False)
 class WarnOnce:
     """Warns at the user's line, of each thing once.
 
@@ -118,10 +120,9 @@ class WarnOnce:
         category: of the warnings.
     """
 
-    def __init__(self, name: str, category: type[Warning]) -> None:
-        self._name = name
-        self._category = category
-        self._kinds: set[str] = set()
+    _name: str
+    _category: type[Warning]
+    _kinds: set[str] = field(default_factory=set)
 
     def __contains__(self, kind: str) -> bool:
         """Return whether there was a warning of this kind."""

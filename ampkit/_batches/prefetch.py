@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar, overload
 
@@ -155,6 +156,7 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
         return made
 
 
+@dataclass(eq=False)
 class _Transfer:
     """Copies one batch to the device, with every tensor in its trees and objects. The batch itself stays as it is.
 
@@ -164,12 +166,12 @@ class _Transfer:
         move: a function that returns a tensor on the device.
     """
 
-    def __init__(self, device: torch.device, i: int, move: Callable[[Tensor], Tensor]) -> None:
-        self._device = device
-        self._i = i
-        self._move = move
-        self._by_id: dict[int, Tensor] = {}  # so that a tensor that is in the batch twice is one tensor on the device
-        self._within: list[Any] = []  # the objects whose parts are being moved
+    _device: torch.device
+    _i: int
+    _move: Callable[[Tensor], Tensor]
+    # So that a tensor that is in the batch twice is one tensor on the device.
+    _by_id: dict[int, Tensor] = field(default_factory=dict)
+    _within: list[Any] = field(default_factory=list)  # the objects whose parts are being moved
 
     def __call__(self, thing: Any) -> Any:
         """Return the batch, or a part of it, on the device."""

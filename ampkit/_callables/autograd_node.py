@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .shared_memory import SharedMemory
 PENDING: Any = object()  # stands for the result of a call that could not be replayed
 
 
+@dataclass(eq=False)
 class GraphedPasses:
     """The forward and the backward graph of one layout of the input.
 
@@ -28,12 +30,11 @@ class GraphedPasses:
         backward: the graph of the backward pass; not captured if no output requires grad.
     """
 
-    def __init__(self, shared: SharedMemory, passes: Passes, forward: Graph, backward: Graph) -> None:
-        self._shared = shared
-        self._passes = passes
-        self._forward = forward
-        self._backward = backward
-        self._last: weakref.ref[_ForwardReplay] | None = None
+    _shared: SharedMemory
+    _passes: Passes
+    _forward: Graph
+    _backward: Graph
+    _last: "weakref.ref[_ForwardReplay] | None" = None
 
     @property
     def pending(self) -> bool:
@@ -126,13 +127,13 @@ class GraphedPasses:
         self._backward.reset()
 
 
+@dataclass(eq=False)
 class _ForwardReplay:
     """One replay of a forward graph. It is alive as long as its autograd node, and so as long as backward may come."""
 
-    def __init__(self, graphed: GraphedPasses) -> None:
-        self.graphed = graphed
-        self.done = False
-        self.versions: list[int] = []  # `GraphedPasses.versions` after the forward pass
+    graphed: GraphedPasses
+    done: bool = False
+    versions: list[int] = field(default_factory=list)  # `GraphedPasses.versions` after the forward pass
 
 
 class _ReplayFunction(torch.autograd.Function):

@@ -60,7 +60,9 @@ class Environment:
             "os": platform.platform(),
             "cpu": {"cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()},
             "cuda": _cuda(),
-            "packages": {name: _version(name) for name in _PACKAGES},
+            "packages": {
+                name: next((found.version for found in metadata.distributions(name=name)), None) for name in _PACKAGES
+            },
             "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
             "settings": {
                 name: value if isinstance(value, _IN_JSON) else str(value)
@@ -118,9 +120,3 @@ def _cuda() -> dict[str, Any]:
         if match := re.search(r"\d+\.\d[\d.]*", _DRIVER.read_text()):
             driver = match[0]
     return {"available": bool(gpus), "why_not": why_not, "driver": driver, "gpus": gpus}
-
-
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -74,7 +75,7 @@ def output_file(text: str) -> Path:
             raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {folder!r}; create it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise argparse.ArgumentTypeError(f"{text!r} is read-only")
-        if not _is_special(path):
+        if path.is_file() or not path.exists():  # no device and no pipe, see `Output.save`
             _part(path).touch()
             _part(path).unlink()
     except OSError as error:
@@ -82,16 +83,12 @@ def output_file(text: str) -> Path:
     return path
 
 
-def _is_special(path: Path) -> bool:
-    """Return whether a path names a device or a pipe, which must be written to and not replaced by a file."""
-    return path.exists() and not path.is_file()
-
-
 def _part(path: Path) -> Path:
     target = path.resolve()
     return target.with_name(f"{target.name}.{os.getpid()}.part")
 
 
+@dataclass(eq=False)
 class Output:
     """Context that writes the results of a command: text to standard output, JSON to the file that `--json` names.
 
@@ -102,10 +99,9 @@ class Output:
         json: the argument of `--json`: a path, "-" or None.
     """
 
-    def __init__(self, json: str | None) -> None:
-        self._json = json
-        self._json_text = ""
-        self._redirected = ExitStack()
+    _json: str | None
+    _json_text: str = ""
+    _redirected: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "Output":
         if self._json == STDOUT:
@@ -130,10 +126,10 @@ class Output:
         json = json.rstrip() + "\n"
         if self._json == STDOUT:
             self._json_text = json
-        elif self._json is not None and _is_special(path := Path(self._json)):
-            path.write_text(json)
+        elif self._json is not None and (path := Path(self._json)).exists() and not path.is_file():
+            path.write_text(json)  # a device or a pipe is not replaced by a file
         elif self._json is not None:
-            part = _part(path := Path(self._json))
+            part = _part(path)
             try:
                 part.write_text(json)
                 part.replace(path.resolve())

@@ -1,6 +1,7 @@
 """The update by compiled code: which optimizers have one, and when it is compiled."""
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ _OPTIONS = {"combo_kernels_pointwise_only": False, "loop_ordering_after_fusion":
 _MOST_VARIANTS = 8  # sets of hyperparameters, and of parameters with gradients; each of them is compiled by itself
 
 
+@dataclass(eq=False)
 class CompiledUpdate:
     """Steps an optimizer by compiled code, with gradients scaled as needed.
 
@@ -40,22 +42,14 @@ class CompiledUpdate:
         ready: the keys of the updates that have been compiled.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-        groups: CapturableGroups,
-        max_norm: float | None,
-        compiler: Compiler,
-    ) -> None:
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._groups = groups
-        self._max_norm = max_norm
-        self._compiler = compiler
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self.ready: set[Hashable] = set()
-        self.used = False
+    _optimizer: Optimizer
+    _scaler: GradScaler
+    _groups: CapturableGroups
+    _max_norm: float | None
+    _compiler: Compiler
+    _compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    ready: set[Hashable] = field(default_factory=set)
+    used: bool = False
 
     def text(self) -> str:
         """Return in words what is compiled."""

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -124,14 +125,14 @@ class _CountersCopy(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
+@dataclass(eq=False)
 class SkipWatch:
     """Follows the two counters of a scaler without waiting for the device that they are on."""
 
-    def __init__(self) -> None:
-        self._calls = 0
-        self._copy: _CountersCopy | None = None
-        self._base: tuple[float, float] | None = None  # both counts when a step was last seen that was not skipped
-        self._told = False
+    _calls: int = 0
+    _copy: _CountersCopy | None = None
+    _base: tuple[float, float] | None = None  # both counts when a step was last seen that was not skipped
+    _told: bool = False
 
     def look(self, steps: Tensor, skipped: Tensor) -> int:
         """Return how many steps in a row were skipped, once, when they are `_IN_A_ROW` or more; else 0. Sync: none."""

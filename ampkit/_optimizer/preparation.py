@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from .._torch.tensors.tensors import sharded_class
 from .device_step import any_found, clip_coefficient, multiply_, total_norm
 from .sharded import OverRanks
-from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself, takes_scale
+from .step_kind import gradients, scales_in_kernel, skips_by_itself, takes_scale
 
 
 class Prepared(NamedTuple):
@@ -115,10 +115,3 @@ def prepared(optimizer: Optimizer, found: Measured, max_norm: float | None) -> P
     clip = None if max_norm is None else clip_coefficient(found.norm, max_norm)
     divide_and_clip_(optimizer, gradients(optimizer), found.divisor, clip)
     return Prepared(found.norm, found.found_inf)
-
-
-def prepared_unscaled(optimizer: Optimizer, max_norm: float | None, norm_type: float) -> Prepared:
-    """Clip the gradients of an optimizer without a loss scale, of which `can_be_prepared` is true. Sync: none."""
-    if max_norm is None:
-        return Prepared(None, None)
-    return Prepared(torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type), None)

@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .step_kind import gradients, parameters
 _Path = tuple[Any, ...]
 
 
+@dataclass(eq=False)
 class StepChanges:
     """Which tensors an optimizer's step changes, for a step whose code is not torch.optim's.
 
@@ -35,13 +37,12 @@ class StepChanges:
         wanted: whether steps are to be watched even if no scaler has to undo any of them.
     """
 
-    def __init__(self) -> None:
-        self.incomplete: str = ""
-        self.wanted = False
-        self._settled: _StepSignature | None = None
-        self._seen: set[_Path] = set()
-        self._others: list[Tensor] = []
-        self._watched = 0  # how many steps in a row were watched
+    incomplete: str = ""
+    wanted: bool = False
+    _settled: "_StepSignature | None" = None
+    _seen: set[_Path] = field(default_factory=set)
+    _others: list[Tensor] = field(default_factory=list)
+    _watched: int = 0  # how many steps in a row were watched
 
     def known(self, optimizer: Optimizer) -> list[Tensor] | None:
         """Return every tensor that the next step may change, or None if it must be watched, or cannot be undone."""
@@ -221,11 +222,11 @@ class _StepSignature(NamedTuple):
         return self.paths == now.paths and self.numbers == now.numbers and self.with_gradient >= now.with_gradient
 
 
+@dataclass(eq=False)
 class _SameObject:
     """Stands for an object. It is equal to another one if they stand for the same object, which it keeps alive."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    _value: Any
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _SameObject) and self._value is other._value

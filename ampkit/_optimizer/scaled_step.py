@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_
 IN_PLACE = "Keep its state in tensors on the device, and change them in place (copy_, add_)"
 
 
+@dataclass(eq=False)
 class ScaledStep:
     """The optimizer steps of one scaler, each of them skipped where a gradient is not finite.
 
@@ -26,11 +28,10 @@ class ScaledStep:
         undecided: whether the last step waited for the device only to learn what the optimizer changes.
     """
 
-    def __init__(self) -> None:
-        self.undecided = False
-        self._warned = False
-        # What steps change whose code is not torch.optim's.
-        self._changes: weakref.WeakKeyDictionary[Optimizer, StepChanges] | None = None
+    undecided: bool = False
+    _warned: bool = False
+    # What steps change whose code is not torch.optim's.
+    _changes: weakref.WeakKeyDictionary[Optimizer, StepChanges] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_changes": None}  # a copy of the scaler gets to know copies of the optimizers anew

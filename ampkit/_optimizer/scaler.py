@@ -15,7 +15,7 @@ from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
 from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped
-from .preparation import Measured, Prepared, can_be_prepared, measured, prepared, prepared_unscaled
+from .preparation import Measured, Prepared, can_be_prepared, measured, prepared
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
@@ -262,7 +262,8 @@ class GradScaler(DeviceScale):
         if not can_be_prepared(optimizer):
             return None
         if not self._enabled:
-            return prepared_unscaled(optimizer, max_norm, 2.0)
+            norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
+            return Prepared(norm, None)
         state = self._per_optimizer_states[id(optimizer)]
         found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
         return prepared(optimizer, found, max_norm)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .step_kind import parameters, torch_class
 _ELEMENTWISE = (Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 
 
+@dataclass(frozen=True, eq=False)
 class OverRanks:
     """What makes the norms of whole gradients of the norms of their shards.
 
@@ -25,8 +27,7 @@ class OverRanks:
         group: the ranks that have the shards; None if gradients are not split, or if torch computes with DTensors.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
+    _group: Any = None
 
     def __bool__(self) -> bool:
         return self._group is not None

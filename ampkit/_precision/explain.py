@@ -79,9 +79,11 @@ class Explanation:
         hidden = 0 if all else max(0, len(rows) - max(_LEAST_ROWS, size.lines - _OTHER_LINES))
         shown = rows[: len(rows) - hidden]
         mode = "training" if self.training else "evaluation"
+        used = sorted({dtype for row in self.rows for dtype in (*row.inputs, row.compute, row.output)}, key=str)
+        short = {dtype: _SHORT.get(dtype, dtype_name(dtype)) for dtype in used}
         cells: list[tuple[str, ...]] = [_COLUMNS]
         for row in shown:
-            dtypes = " ".join(map(_short, row.inputs)), _short(row.compute), _short(row.output)
+            dtypes = " ".join([short[dtype] for dtype in row.inputs]), short[row.compute], short[row.output]
             casts, kept = str(row.casts) if row.casts else "", size_text(row.saved_bytes) if row.saved_bytes else ""
             cells.append((row.module or "(model)", row.op, *dtypes, str(row.count), casts, kept))
         table = grid(cells, texts=5, width=size.columns, shrink=_SHRINK)
@@ -98,9 +100,8 @@ class Explanation:
         ):
             known = self.saves or name in ("casts", "bytes moved by casts")
             lines.append(f"{name:24}{mine:>12}{plain:>12}" if known else f"{name:24}{_UNKNOWN:>24}")
-        used = sorted({dtype for row in self.rows for dtype in (*row.inputs, row.compute, row.output)}, key=str)
         runs = sum(row.count for row in self.rows)
-        lines.append(f"{runs} operations. " + ", ".join(f"{_short(dtype)}: {dtype_name(dtype)}" for dtype in used))
+        lines.append(f"{runs} operations. " + ", ".join(f"{short[dtype]}: {dtype_name(dtype)}" for dtype in used))
         if self.stopped:
             lines += ["", f"Stopped {self.stopped}"]
         return "\n".join(lines)
@@ -227,7 +228,3 @@ def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:
         row = replace(row, module=pattern if fits[pattern] > 1 else row.module)
         groups.setdefault(row.dtypes, []).append(row)
     return list(map(merged, groups.values()))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, dtype_name(dtype))

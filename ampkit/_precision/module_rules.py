@@ -122,7 +122,7 @@ def remove(model: nn.Module, rules: ModuleRules) -> None:
     applied: _Applied | None = vars(model).get(APPLIED)
     if applied is None or applied.rules != rules:
         other = "another policy is" if applied else "no policy is"
-        raise ValueError(f"Policy.remove({_name(model)}): {other} applied to this module.")
+        raise ValueError(f"Policy.remove({type(model).__name__}): {other} applied to this module.")
     before = _take_off("remove", model)
     for path, tensor in chain(model.named_parameters(), model.named_buffers()):
         if path in before:
@@ -171,8 +171,8 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
         differs = param_dtypes.setdefault(module, param_dtype) is not param_dtype and has_tensors
         if differs or ((compute or output) and rules.setdefault(module, rule) != rule):
             raise ValueError(
-                f"Policy.apply({_name(model)}): {path!r} is the same module as {paths[module][0]!r}, and the modules "
-                "around them have different rules. Give both the same."
+                f"Policy.apply({type(model).__name__}): {path!r} is the same module as {paths[module][0]!r}, and "
+                "the modules around them have different rules. Give both the same."
             )
     for module in rules:
         why = ""
@@ -181,7 +181,7 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
         elif "forward" in vars(module):
             why = "something put a forward on the instance, so the rule would not run. Apply the policy before that"
         if why:
-            place = f"module {paths[module][0]!r} ({_name(module)})"
+            place = f"module {paths[module][0]!r} ({type(module).__name__})"
             raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
     return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
 
@@ -208,20 +208,21 @@ def _choose(
         if len({dtype for _, dtype in deciding}) > 1:
             shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
             raise ValueError(
-                f"Policy.apply({_name(model)}): the rules {shown} both match module {names[0]!r}, a {_name(module)}. "
-                "Narrow one of them, or add a rule for the path of the module, which wins over the others."
+                f"Policy.apply({type(model).__name__}): the rules {shown} both match module {names[0]!r}, a "
+                f"{type(module).__name__}. Narrow one of them, or add a rule for the path of the module, which wins "
+                "over the others."
             )
         if deciding:
             chosen[module] = deciding[0][1]
     for key in unused:
         problem = f"the rule {key_text(key)} matches no module. {_suggestion(key, paths)}"
-        raise ValueError(f"Policy.apply({_name(model)}): {problem}")
+        raise ValueError(f"Policy.apply({type(model).__name__}): {problem}")
     return chosen
 
 
 def _suggestion(key: ModuleKey, paths: dict[nn.Module, list[str]]) -> str:
     if isinstance(key, type):
-        classes = sorted({_name(module) for module in paths})
+        classes = sorted({type(module).__name__ for module in paths})
         close = difflib.get_close_matches(key.__name__, classes, n=3, cutoff=0.4) or classes[:6]
         return f"The model has modules of {', '.join(close)}."
     every = [path for names in paths.values() for path in names if path]
@@ -246,7 +247,7 @@ def _tensor_dtypes(
             other = first.setdefault(tensor, path)
             if other != path and wanted[other][1] is not param_dtypes[module]:
                 raise ValueError(
-                    f"Policy.apply({_name(model)}): {path} is the same tensor as {other}, and their rules want "
+                    f"Policy.apply({type(model).__name__}): {path} is the same tensor as {other}, and their rules want "
                     f"{dtype_name(param_dtypes[module])} and {dtype_name(wanted[other][1])} parameters. "
                     "Give both the same rule."
                 )
@@ -271,7 +272,7 @@ def _take_off(call: str, model: nn.Module) -> dict[str, torch.dtype]:
     for path, module in model.named_modules():
         if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
             raise ValueError(
-                f"Policy.{call}: the class of module {path!r} ({_name(module)}) was changed after a policy was "
+                f"Policy.{call}: the class of module {path!r} ({type(module).__name__}) was changed after a policy was "
                 "applied, for example by torch.nn.utils.parametrize. Undo that first."
             )
     before: dict[str, torch.dtype] = {}
@@ -355,10 +356,6 @@ def _cast_tree(tree: Any, dtype: torch.dtype, of: tuple[torch.dtype, ...] = CAST
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return tree
     return tree_unflatten([_cast_tree(leaf, dtype, of) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 _SUBCLASSES: dict[tuple[type[nn.Module], _ForwardRule], type[nn.Module]] = {}

@@ -207,7 +207,7 @@ def op_table(device_type: str = "cuda") -> OpTable:
     notes: dict[str, str] = {}
     for name in ops_with_kernel(DEVICE_TYPES[device_type]):
         try:
-            rules[name], note = _Probe(name, device_type).rule()
+            rules[name], note = _Probe(op_overload(name), device_type).rule()
         except Exception as error:  # an operation of another library may do anything, and belongs into the table
             rules[name], note = "unknown", error_line(error)
         if note:
@@ -233,12 +233,12 @@ class _Observed:
     error: str = ""
 
 
+@dataclass(frozen=True, eq=False)
 class _Probe:
     """Finds the rule of one operation by calling it with and without autocast."""
 
-    def __init__(self, name: str, device_type: str) -> None:
-        self._op = op_overload(name)
-        self._device_type = device_type
+    _op: Any
+    _device_type: str
 
     def rule(self) -> tuple[str, str]:
         """Return the rule, and if it is "unknown" the reason."""

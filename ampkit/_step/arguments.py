@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._arguments import check_at_least, check_callable, check_instance, read_positive, wrong
+from .._arguments import check_at_least, check_callable, check_instance, wrong
 from .._batches.buckets import Buckets
 from .._capture.preflight.sparse_gradients import refuse_sparse
 from .._optimizer.scaler import GradScaler
@@ -89,11 +89,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
             "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
         )
     refuse_sparse(model, optimizer, max_norm)
-
-
-def read_max_norm(max_norm: float | None) -> float | None:
-    """Return `max_norm` as a float. Raise a `ValueError` if it is not positive."""
-    return None if max_norm is None else read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
 
 
 def check_kinds(model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object) -> None:

@@ -4,7 +4,8 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
-from .._capture.host.constants import HostConstants
 from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import flatten
 from .._capture.preflight.sparse_gradients import why_not_dense
@@ -29,6 +29,7 @@ from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
 from .._undo import Undo
+from .graph_owner import GraphOwner
 from .outputs import mapped_outputs
 from .parts.split import StepSplitter
 from .parts.split_update import WithinFunction
@@ -128,8 +129,13 @@ def graphed(
     return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
 
 
-class GraphedFunction:
+class GraphedFunction(GraphOwner):
     """A function whose calls are graph launches. Made by `graphed`. A context manager: leaving it closes it."""
+
+    _why_not_copied = (
+        "its graphs belong to this process and to these tensors. Copy or save modules, optimizers and scaler "
+        "(state_dict), and decorate the function anew with graphed."
+    )
 
     def __init__(
         self,
@@ -251,67 +257,27 @@ class GraphedFunction:
         skipped = None if self._scaler is None else self._scaler.skipped
         return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
 
-    def constants(self) -> HostConstants:
-        """Return the values of the host that the graphs of this function hold, see `GraphedStep.constants`."""
-        return HostConstants() if self._engine is None else self._engine.constants()
-
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
         if self._engine is None:
             return [] if self._options.annotate else None
         return self._engine.kernel_tables()
 
-    @property
-    def captures(self) -> int:
-        """How many graphs were captured."""
-        return 0 if self._engine is None else self._engine.captures
-
-    @property
-    def replays(self) -> int:
-        """How many calls were a graph launch."""
-        return 0 if self._engine is None else self._engine.replays
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a GraphedFunction cannot be copied or pickled: its graphs belong to this process and to these tensors. "
-            "Copy or save modules, optimizers and scaler (state_dict), and decorate the function anew with graphed."
-        )
-
-    def close(self) -> None:
-        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device, and for
-        a call of another thread."""
-        if self._engine is not None:
-            self._engine.close_in_turn()
-
-    def __enter__(self) -> "GraphedFunction":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 _WHOLE_CALL = Phase(last=True, accumulated=())  # a call of a function is all of its step
 _NONE_DECLARED = "modules=() declares no module that could be captured by itself. Pass those that the function calls"
 
 
+@dataclass(frozen=True, eq=False)
 class _EngineFunction:
     """The user's function as the engine calls it: with optimizers that can be captured, leaving no gradient or cast."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        modules: Sequence[nn.Module],
-        groups: Sequence[CapturableGroups],
-        scaler: GradScaler | None,
-        shards: ShardedModules,
-        name: str,
-    ) -> None:
-        self._fn = fn
-        self._scaler = scaler
-        self._shards = shards
-        self._modules = tuple(modules)
-        self._groups = groups
-        self._name = name
+    _fn: Callable[..., Any]
+    _modules: Sequence[nn.Module]
+    _groups: Sequence[CapturableGroups]
+    _scaler: GradScaler | None
+    _shards: ShardedModules
+    _name: str
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
@@ -330,7 +296,7 @@ class _EngineFunction:
         with Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            undo.note(_set_gradients, params, gradients)
+            undo.note(set_gradients, params, gradients)
             make_graphs_here(undo)
             undo.note(self._shards.settle)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
@@ -347,6 +313,7 @@ class _EngineFunction:
             return mapped_outputs(outputs, Tensor.detach, self._name)
 
 
-def _set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Give each parameter its gradient, or none."""
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._arguments import read_positive
 from .._batches.buckets import Buckets
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
-from .._capture.host.constants import HostConstants
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
@@ -22,8 +23,9 @@ from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_max_norm, read_scaler
+from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_scaler
 from .compile.compile_choice import check_compile, step_maker, warmup_of
+from .graph_owner import GraphOwner
 from .many.scan import Scan
 from .many.slices import Slices
 from .many.whole_window import SHORT, WholeWindow
@@ -160,7 +162,9 @@ def graphed_step(
     check_kinds(model, loss_fn, accumulate, buckets, numerics)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
-    check_optimizer(optimizer, model, scheduler, max_norm := read_max_norm(max_norm))
+    if max_norm is not None:
+        max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
+    check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
@@ -187,11 +191,17 @@ def graphed_step(
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
-class GraphedStep:
+class GraphedStep(GraphOwner):
     """One training step, or one micro-batch of it, per call. Made by `graphed_step`.
 
     A context manager: leaving it closes the step.
     """
+
+    _engine: Engine
+    _why_not_copied = (
+        "its graphs belong to this process and to these tensors. Copy or save model, optimizer and scaler "
+        "(state_dict), and make a step of the copies with graphed_step."
+    )
 
     def __init__(
         self,
@@ -206,7 +216,7 @@ class GraphedStep:
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
-        call = step.gathering(engine)
+        call = partial(step.gathered, engine) if step.ranks.sharded else engine
         schedule = None if scheduler is None else Schedule(scheduler)
         self._window = Window(call, engine.run, step, accumulate, None if schedule is None else schedule.step)
         slices = Slices(self._window, accumulate)
@@ -339,15 +349,6 @@ class GraphedStep:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         return replace(self._engine.report(self.skipped), **self._compiled())
 
-    def constants(self) -> HostConstants:
-        """Return the values of the host that the graphs of this step hold, as they are now.
-
-        These are the attributes of modules, variables, and small tensors on the host that the step has read in its
-        warm-up, each with the line that reads it, and with the reason if calls do not compare it. Before that there is
-        none. Hyperparameters and the arguments of the step are no part of it. Replays do nothing for it. Sync: none.
-        """
-        return self._engine.constants()
-
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
         return self._engine.kernel_tables()
@@ -378,40 +379,10 @@ class GraphedStep:
         return self._scaler
 
     @property
-    def captures(self) -> int:
-        """How many graphs were captured."""
-        return self._engine.captures
-
-    @property
-    def replays(self) -> int:
-        """How many calls were a graph launch."""
-        return self._engine.replays
-
-    @property
     def skipped(self) -> int:
         """How many optimizer steps were skipped. Waits for the device."""
         skipped = self._scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a GraphedStep cannot be copied or pickled: its graphs belong to this process and to these tensors. Copy "
-            "or save model, optimizer and scaler (state_dict), and make a step of the copies with graphed_step."
-        )
-
-    def close(self) -> None:
-        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
-
-        It also waits for a call of another thread to end. A window of micro-batches goes on where it was. The graphs
-        are released as well when the step is garbage-collected.
-        """
-        self._engine.close_in_turn()
-
-    def __enter__(self) -> "GraphedStep":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _session(

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .._capture.engine.fallback import MovableOptimizer
 from .._capture.engine.options import Options
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
@@ -12,7 +13,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable
 
 
-class OptimizerPlace:
+class OptimizerPlace(MovableOptimizer):
     """Decides whether the optimizer's step is a part of the graphs, where its code does not tell.
 
     Such an optimizer steps behind the graphs at first, and these steps are watched. Once they are seen to change

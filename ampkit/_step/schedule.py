@@ -1,6 +1,7 @@
 """The scheduler that a step was given: stepped behind each optimizer step, and by nobody else."""
 
 import warnings
+from dataclasses import dataclass
 
 from .._errors import AmpkitWarning
 from .._user_line import users_level
@@ -9,6 +10,7 @@ from .arguments import Scheduler
 _STEPS = 3  # in a row that the user's loop has stepped the scheduler before, until a warning says so
 
 
+@dataclass(eq=False)
 class Schedule:
     """Steps a scheduler, and warns once if the loop around the step does so too: the rate would fall twice as fast.
 
@@ -19,10 +21,9 @@ class Schedule:
         scheduler: the same.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._left: float | None = None  # its count of steps where this object has left it
-        self._stepped_elsewhere = 0  # how many times in a row it had moved on since
+    scheduler: Scheduler
+    _left: float | None = None  # its count of steps where this object has left it
+    _stepped_elsewhere: int = 0  # how many times in a row it had moved on since
 
     def step(self) -> None:
         """Step the scheduler. Sync: none."""

@@ -232,14 +232,10 @@ class TrainingStep:
         self.place.join_later(state)
         return state
 
-    def gathering(self, call: Callable[..., PartOfStep]) -> Callable[..., PartOfStep]:
-        """Return `call`, or what calls it once the modules have their sharded parameters, which the engine compares."""
-
-        def gathered(*args: Any, **kwargs: Any) -> PartOfStep:
-            self.gather()
-            return call(*args, **kwargs)
-
-        return gathered if self.ranks.sharded else call
+    def gathered(self, call: Callable[..., PartOfStep], *args: Any, **kwargs: Any) -> PartOfStep:
+        """Call once the modules have their sharded parameters, which the engine compares."""
+        self.gather()
+        return call(*args, **kwargs)
 
     def gather(self) -> None:
         """See `Ranks.gather`."""

@@ -1,7 +1,6 @@
 """The window of micro-batches that make up one optimizer step: how far it is, and what is done at its end."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from .._capture.engine.fallback import StepDoneError
 from .._capture.keys.key import Part
 from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
-from .._undo import Undo
 from .observer import Observer
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
@@ -46,6 +44,7 @@ class Window:
 
     Attributes:
         call: as given; it may be replaced between two calls.
+        after: as given; it may be replaced as well.
         count: how many micro-batches the window has so far.
         accumulated: numbers of the parameters that have a gradient from these.
     """
@@ -63,7 +62,7 @@ class Window:
         self._step = step
         self._scaler: GradScaler = step.scaler
         self._observer: Observer | None = step.observer
-        self._after = after
+        self.after = after
         self._size = size
         self.count = 0
         self.accumulated: tuple[int, ...] = ()
@@ -140,14 +139,6 @@ class Window:
         for _ in range(windows if self._scaler.is_enabled() else 1):
             self._told(grad_norm)
 
-    @contextmanager
-    def unscheduled(self) -> Iterator[None]:
-        """Context in which nothing is called behind an optimizer step, because it has been called ahead."""
-        with Undo() as undo:
-            undo.note(setattr, self, "_after", self._after)
-            self._after = None
-            yield
-
     def flush(self, reason: str) -> tuple[Tensor | None, Tensor] | None:
         """Step the optimizer eagerly on the gradients accumulated so far.
 
@@ -171,8 +162,8 @@ class Window:
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
         self._told(grad_norm)
-        if self._after is not None:
-            self._after()
+        if self.after is not None:
+            self.after()
 
     def _told(self, grad_norm: Tensor | None) -> None:
         """Tell scaler and observer of an optimizer step."""

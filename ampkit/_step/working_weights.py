@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.ranks.reducers import Deliver, Reducers
-from .._torch.autograd.autograd import graph_nodes, has_gradient_hooks, output_dtype
+from .._torch.autograd.autograd import graph_nodes, leaf_hooks, output_dtype, post_accumulate_hooks
 from .._torch.tensors.fast_paths import autocast_of_parts
 from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
@@ -85,7 +85,8 @@ class WorkingWeights:
                 continue  # this forward did not use it
             dtype = output_dtype(nodes[0]) if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" else None
             only_cast = uses.all[id(param)] == uses.casts[id(param)] == 1
-            if dtype not in LOW or not only_cast or has_gradient_hooks(param) or param in self._refused:
+            hooked = leaf_hooks(param) or post_accumulate_hooks(param)
+            if dtype not in LOW or not only_cast or hooked or param in self._refused:
                 self._refused.add(param)
                 self._copies.pop(param, None)
             elif param not in self._copies or self._copies[param].dtype is not dtype:

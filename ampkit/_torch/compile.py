@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -141,6 +142,7 @@ class GraphBreak(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class Compiler:
     """Compiles functions with Inductor, each for one layout of its arguments.
 
@@ -151,9 +153,8 @@ class Compiler:
         graphs: how many graphs Inductor was given so far, forward and backward of a function as one.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self.graphs = 0
+    _options: dict[str, Any]
+    graphs: int = 0
 
     def compiled(self, function: Callable[..., Any], *, whole: bool = False, **options: Any) -> Callable[..., Any]:
         """Return a function that is compiled in its first call.

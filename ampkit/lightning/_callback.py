@@ -20,7 +20,7 @@ from .._precision.policy import Policy, read_policy
 from .._step.compile.compile_choice import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
-from ._evaluation import STEP_OF, STEPS, Evaluation, is_replaced
+from ._evaluation import STEP_OF, STEPS, Evaluation
 from ._fit import Fit, nothing_captured
 from ._limits import SEVERAL_RANKS, why_not
 from ._measurements import FitMeasurements
@@ -152,7 +152,8 @@ class AmpkitCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put ampkit's steps into the Trainer when `fit`, `validate` or `test` begins."""
         strategy = trainer.strategy
-        if isinstance(strategy.precision_plugin, StepPrecision) or is_replaced(strategy):
+        is_replaced = any(name in vars(strategy) for name in STEPS)
+        if is_replaced or isinstance(strategy.precision_plugin, StepPrecision):
             raise ValueError("Trainer(callbacks=[...]): there are two AmpkitCallbacks. Pass one.")
         if self._validate and stage in STEP_OF:  # first, for it looks at the plugin that a fit replaces
             name = STEP_OF[stage]
@@ -227,7 +228,7 @@ class AmpkitCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude the time of validation, or between epochs, from the samples per second."""
         if self._fit is not None:
-            self._fit.statistics.restart_timing()
+            self._fit.statistics.interval_start = None  # until the end of the next batch
 
     on_train_epoch_start = on_validation_end
 

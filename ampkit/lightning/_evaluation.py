@@ -87,11 +87,6 @@ class Evaluation:
         )
 
 
-def is_replaced(strategy: Strategy) -> bool:
-    """Return whether an `Evaluation` has replaced the steps of this strategy."""
-    return any(name in vars(strategy) for name in STEPS)
-
-
 def _why_not_in(trainer: Trainer, step: str, options: Options) -> str:
     """Return why this Trainer does not let the step be captured, "" if it does."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin

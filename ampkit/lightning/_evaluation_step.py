@@ -1,11 +1,11 @@
 """One batch of validation or test as one call of the engine: what is recorded, what is checked, when to stay eager."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
@@ -17,6 +17,7 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
+from .._step.graphed import set_gradients
 from .._torch.autograd.graph_order import make_graphs_here
 from .._undo import Undo
 from . import _log_calls
@@ -170,9 +171,9 @@ class EvaluationStep:
             # Casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             make_graphs_here(undo)
-            undo.note(_set_gradients, params, [param.grad for param in params])
+            undo.note(set_gradients, params, [param.grad for param in params])
             torch.clear_autocast_cache()
-            _set_gradients(params, [None] * len(params))
+            set_gradients(params, [None] * len(params))
             with (
                 HostWrites(self._module, self._method) as writes,
                 _log_calls.recorded(self._module) as log_calls,
@@ -192,11 +193,6 @@ class EvaluationStep:
         self.why_eager = reason
         self._engine.close()
         self._give_up(reason)
-
-
-def _set_gradients(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
 
 
 _WRITES_ELSEWHERE = (

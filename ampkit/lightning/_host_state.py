@@ -2,7 +2,9 @@
 
 import dis
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partialmethod
 from types import CodeType
 from typing import Any
 
@@ -13,6 +15,7 @@ from .._capture.host.code import codes_in
 from .._capture.keys.inputs import Constant
 from .._capture.keys.key import Part
 from .._capture.preflight.uncapturable import Problem
+from .._capture.state.walk import Objects
 from .._text import CONSTANTS
 from .._torch.tensors.tree import tree_flatten
 
@@ -99,22 +102,10 @@ class HostReads:
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
-    return _SameTensor(value) if isinstance(value, Tensor) else Constant.for_value(value)
+    return Objects([value]) if isinstance(value, Tensor) else Constant.for_value(value)
 
 
-class _SameTensor:
-    """Compares a tensor by identity, and keeps it alive so that no other object can get its address."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameTensor) and self.tensor is other.tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
-
-
+@dataclass(eq=False)
 class HostWrites:
     """Context that finds what one run of a step changes on the host.
 
@@ -129,10 +120,9 @@ class HostWrites:
         problem: a change that a replay would not make, and what to write instead; "" if there is none.
     """
 
-    def __init__(self, module: nn.Module, method: str = "training_step") -> None:
-        self._module = module
-        self._method = method
-        self.problem = ""
+    _module: nn.Module
+    _method: str = "training_step"
+    problem: str = ""
 
     def __enter__(self) -> "HostWrites":
         self._metrics, self._attributes = _host_values(self._module)
@@ -222,6 +212,10 @@ class BatchIndex(int):
 
     used = False
 
+    def _use(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.used = True
+        return method(self, *args)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = []
@@ -232,21 +226,10 @@ class BatchIndex(int):
         return func(*plain[: len(args)], **dict(zip(kwargs or (), plain[len(args) :], strict=True)))
 
 
-def _noticing(name: str) -> Any:
-    """Return the method of int that has this name, as a method that sets `used`."""
-    method = getattr(int, name)
-
-    def noticing(self: BatchIndex, *args: Any) -> Any:
-        self.used = True
-        return method(self, *args)
-
-    return noticing
-
-
 _ARITHMETIC = "add sub mul truediv floordiv mod divmod pow lshift rshift and or xor"
 _OTHERS = "eq ne lt le gt ge bool int float index neg pos abs invert round hash repr str format"
 for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _ARITHMETIC.split())):
-    setattr(BatchIndex, f"__{_name}__", _noticing(f"__{_name}__"))
+    setattr(BatchIndex, f"__{_name}__", partialmethod(BatchIndex._use, getattr(int, f"__{_name}__")))
 
 
 # ------------------------------------------------------------------------------------------------------------ bytecode

@@ -6,6 +6,7 @@ The calls of `self.log` are recorded at capture, and made after each replay with
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,9 @@ def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
         yield recorder.calls
 
 
+@dataclass(eq=False)
 class _LogRecorder:
-    def __init__(self) -> None:
-        self.calls: list[LogCall] = []
+    calls: list[LogCall] = field(default_factory=list)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Lightning's own log is not traced either
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,6 +124,7 @@ _READ_BY_THE_BAR = (
 )
 
 
+@dataclass(eq=False)
 class LoggedNumbers:
     """Finds a Python number that a step logs with several values, because a graph would log one of them each time.
 
@@ -130,9 +132,8 @@ class LoggedNumbers:
         method: the name of the step.
     """
 
-    def __init__(self, method: str) -> None:
-        self._method = method
-        self._values: dict[Hashable, float] = {}
+    _method: str
+    _values: dict[Hashable, float] = field(default_factory=dict)
 
     def problem(self, log_calls: list[LogCall], batch: Any, phase: Hashable = None) -> str:
         """Return which number was logged with another value for a batch of these shapes before, "" if none was.

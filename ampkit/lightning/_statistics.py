@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ class TrainingStatistics(NamedTuple):
     values: dict[str, float]
 
 
+@dataclass(eq=False)
 class StatisticsReader:
     """Copies statistics from the device in the background: `start` begins a copy and returns the earlier ones.
 
@@ -37,23 +39,20 @@ class StatisticsReader:
     Attributes:
         samples: how many samples this process has trained on since the interval began. The caller counts them.
         batches: how many batches these were, counted by the caller too.
-        interval_start: when the interval began; None while the time does not count.
+        interval_start: when the interval began; None while the time does not count. The caller may
+            set it to None.
     """
 
-    def __init__(self, device: torch.device, processes: int) -> None:
-        self._device = device
-        self._processes = processes
-        self.samples = self.batches = 0
-        self.interval_start: _Timestamp | None = None
-        self._pending: deque[_PendingStatistics] = deque()
+    _device: torch.device
+    _processes: int
+    samples: int = 0
+    batches: int = 0
+    interval_start: "_Timestamp | None" = None
+    _pending: "deque[_PendingStatistics]" = field(default_factory=deque)
 
     def start_timing(self) -> None:
         """Begin an interval now."""
         self.interval_start, self.samples, self.batches = _Timestamp(self._device), 0, 0
-
-    def restart_timing(self) -> None:
-        """Exclude the time until the end of the next batch from the speed."""
-        self.interval_start = None
 
     def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]

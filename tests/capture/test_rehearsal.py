@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.compare.call_record import OperationRecorder, first_difference
+from ampkit._capture.compare.call_record import first_difference, recorded_call
 from ampkit._capture.compare.rehearsal import Rehearsal
 from ampkit._capture.graph import capture_query as _capturing
 
@@ -260,7 +260,7 @@ def test_threads_that_compute_meanwhile_do_not_crash() -> None:
 _BUSY_THREADS = """
 import threading
 import torch
-from ampkit._capture.compare.call_record import OperationRecorder, first_difference
+from ampkit._capture.compare.call_record import recorded_call, first_difference
 
 ended = False
 
@@ -275,7 +275,7 @@ for thread in threads:
 records = []
 for i in range(200):
     try:
-        with OperationRecorder() as recorder:
+        with recorded_call() as recorder:
             torch.ones(3).mul(2).sum()
             i // (i % 10)  # each tenth record is not read
         records.append(recorder.record)
@@ -289,7 +289,7 @@ print(len(records), "equal" if not any(first_difference(records[0], other) for o
 
 
 def recorded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
-    with OperationRecorder() as recorder:
+    with recorded_call() as recorder:
         call(x)
     assert recorder.record is not None
     return recorder.record
@@ -366,7 +366,7 @@ _ACROSS = """
 import threading
 import torch
 from torch.autograd.profiler import record_function
-from ampkit._capture.compare.call_record import OperationRecorder
+from ampkit._capture.compare.call_record import recorded_call
 from ampkit._torch.device import execution_trace
 
 entered, leave, left = threading.Event(), threading.Event(), threading.Event()
@@ -380,18 +380,18 @@ def load():
     left.set()
 
 thread = threading.Thread(target=load)
-with OperationRecorder() as first:
+with recorded_call() as first:
     thread.start()
     entered.wait()
     torch.ones(3).mul(2)
-with OperationRecorder() as second:
+with recorded_call() as second:
     torch.ones(3).mul(2)
     leave.set()
     left.wait()
 for recorder in (first, second):
     print(sum(op.text.startswith("aten::mul") for op in recorder.record.threads[0]))
 thread.join()
-with OperationRecorder():
+with recorded_call():
     torch.ones(3)
 print("there" if execution_trace._registered[0].is_registered() else "gone")
 """
@@ -400,11 +400,11 @@ print("there" if execution_trace._registered[0].is_registered() else "gone")
 def test_a_recorder_leaves_nothing_behind() -> None:
     """Modes, torch's functions and its observer are as they were, behind an error too; a nested one sees nothing."""
     has = torch.overrides.has_torch_function
-    with pytest.raises(ZeroDivisionError), OperationRecorder() as failed:
+    with pytest.raises(ZeroDivisionError), recorded_call() as failed:
         torch.ones(2) / (1 // 0)
     assert failed.record is None
-    with OperationRecorder() as outer:
-        with OperationRecorder() as inner:
+    with recorded_call() as outer:
+        with recorded_call() as inner:
             torch.ones(2) * 2
         torch.ones(2) + 1
     assert inner.record is None
@@ -418,7 +418,7 @@ def test_a_difference_names_both_operations() -> None:
     """The message has the line, what the capture ran, and what the eager call did."""
 
     def record(factor: float, dims: int) -> Any:
-        with OperationRecorder() as recorder:
+        with recorded_call() as recorder:
             x = torch.ones(3, 4).mul(factor)
             x.sum(dims)
         return recorder.record
@@ -436,7 +436,7 @@ def test_attention_is_as_fast_under_a_recorder() -> None:
     """nn.TransformerEncoderLayer asks for function modes, and would take slower kernels under one."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
-    with torch.no_grad(), OperationRecorder() as recorder:
+    with torch.no_grad(), recorded_call() as recorder:
         layer(x)
     assert recorder.record is not None
     assert "aten::_transformer_encoder_layer_fwd" in {op.text.partition("(")[0] for op in recorder.record.threads[0]}

@@ -104,7 +104,7 @@ def test_what_a_micro_batch_returns(engine: Engine) -> None:
     """The loss is the micro-batch's own, the norm is the window's, and the scheduler is stepped once per window."""
     step, model, optimizer = make(engine, accumulate=4, max_norm=float("inf"), loss_fn=constant_loss)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    step._window._after = scheduler.step
+    step._window.after = scheduler.step
     x = torch.ones(2, device=engine[0])
     for i in range(20):
         before = model.head.bias.detach().sum()

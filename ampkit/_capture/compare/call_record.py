@@ -3,7 +3,8 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
@@ -59,7 +60,19 @@ class Record(NamedTuple):
     threads: tuple[tuple[Operation, ...], ...]
 
 
-class OperationRecorder:
+@dataclass(eq=False)
+class RecordedCall:
+    """What `recorded_call` yields.
+
+    Attributes:
+        record: the operations of the call. None before its end, and if torch can write no trace (`execution_trace`).
+    """
+
+    record: Record | None = None
+
+
+@contextmanager
+def recorded_call(numbers: bool = True, lenient: bool = False) -> Iterator[RecordedCall]:
     """Context that records one call. It changes neither kernels nor memory, and can be used in a capture.
 
     Torch's execution trace has the operations. It is written below dispatch. A dispatch mode would not do: even under
@@ -71,49 +84,25 @@ class OperationRecorder:
         numbers: whether to use that mode. Compiled code would be compiled again for it.
         lenient: whether to leave out what torch does only on a CPU, where graphs are emulated: its optimizers compute
             with step counts on the host, and inside one operation it may do different things for different values.
-
-    Attributes:
-        record: the operations of the call. None before its end, and if torch can write no trace (`execution_trace`).
     """
-
-    def __init__(self, numbers: bool = True, lenient: bool = False) -> None:
-        self.record: Record | None = None
-        self._lenient = lenient
-        self._calls = _Calls() if numbers else None
-        self._context: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> "OperationRecorder":
-        self._context = self._recording()
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        self.record = None
-        with execution_trace() as trace:
-            if trace.begun:
-                exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
-            with self._calls_noted() if trace.begun else nullcontext():
-                yield
+    found, calls = RecordedCall(), _Calls()
+    with execution_trace() as trace:
         if trace.begun:
-            calls = [] if self._calls is None else self._calls.made
-            self.record = _parsed(list(_read_entries(trace.text)), calls, self._lenient)
+            exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
+        with _calls_noted(calls) if numbers and trace.begun else nullcontext():
+            yield found
+    if trace.begun:
+        found.record = _parsed(list(_read_entries(trace.text)), calls.made, lenient)
 
-    @contextmanager
-    def _calls_noted(self) -> Iterator[None]:
-        if self._calls is None:
+
+@contextmanager
+def _calls_noted(calls: "_Calls") -> Iterator[None]:
+    with Undo() as undo:
+        undo.note(calls.stop)
+        calls.notes = True
+        with unseen_function_mode(calls):
+            enter(undo, calls)
             yield
-            return
-        self._calls.made.clear()
-        with Undo() as undo:
-            undo.note(self._calls.stop)
-            self._calls.notes = True
-            with unseen_function_mode(self._calls):
-                enter(undo, self._calls)
-                yield
 
 
 class _Calls(UnseenFunctionMode):

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 from ..._torch.compile import noticing_compiled_code
 from ..graph.capture_query import recording
-from .call_record import OperationRecorder, Record, first_difference
+from .call_record import Record, RecordedCall, first_difference, recorded_call
 
 _MOST_MISSED = 4  # calls; after that many, the profiler or the thread that is in the way is expected to stay
 
 
+@dataclass(eq=False)
 class Rehearsal:
     """Compares the capture of one layout with the eager call before it, once.
 
@@ -17,23 +19,22 @@ class Rehearsal:
     that is neither its input nor declared state, such as a number that changes on the host.
 
     Args:
-        lenient: see `OperationRecorder`.
+        lenient: see `recorded_call`.
 
     Attributes:
         lenient: as given.
-        numbers: see `OperationRecorder`; known once the call under the preflight was made.
+        numbers: see `recorded_call`; known once the call under the preflight was made.
     """
 
-    def __init__(self, lenient: bool) -> None:
-        self.lenient = lenient
-        self._eager: Record | None = None
-        self._captured: Record | None = None
-        self.numbers: bool = False
-        self._missed = 0
-        self._reason = (
-            "torch records the operations of a call only if no ExecutionTraceObserver of torch.profiler is on and no "
-            "other thread runs a forward or backward, and in each call there was one or the other"
-        )
+    lenient: bool
+    numbers: bool = False
+    _eager: Record | None = None
+    _captured: Record | None = None
+    _missed: int = 0
+    _reason: str = (
+        "torch records the operations of a call only if no ExecutionTraceObserver of torch.profiler is on and no other "
+        "thread runs a forward or backward, and in each call there was one or the other"
+    )
 
     @property
     def unseen(self) -> str:
@@ -59,11 +60,11 @@ class Rehearsal:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Context of the eager call."""
-        recorder = OperationRecorder(self.numbers, self.lenient)
-        with recording(), nullcontext() if self.unseen else recorder:
+        unseen = nullcontext(RecordedCall())
+        with recording(), unseen if self.unseen else recorded_call(self.numbers, self.lenient) as call:
             yield
-        self._eager = recorder.record
-        self._missed += recorder.record is None
+        self._eager = call.record
+        self._missed += call.record is None
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -73,10 +74,9 @@ class Rehearsal:
             with recording():
                 yield
             return
-        recorder = OperationRecorder(self.numbers, self.lenient)
-        with recording(), recorder:
+        with recording(), recorded_call(self.numbers, self.lenient) as call:
             yield
-        self._captured = recorder.record
+        self._captured = call.record
 
     def difference(self) -> str | None:
         """Return in words where the two calls first differ, "" if nowhere; then forget them.

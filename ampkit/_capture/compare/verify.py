@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._torch.autograd.autograd import current_node, in_backward
 from ..._torch.compile import calls_from_compiled_code
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import TorchDispatchMode, enter, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.modes import WatchingMode, enter, let_autograd_use_threads, uses_autograd_threads
 from ..._torch.tensors.operators import written_arguments
 from ..._torch.tensors.tensors import Remembered, local_shard, storage_address, version
 from ..._torch.tensors.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -199,11 +199,12 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
     return differences
 
 
-class _WriteWatch(TorchDispatchMode):
+class _WriteWatch(WatchingMode):
     """Notices writes to memory that was there before and is not declared, and can undo them.
 
     Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
-    of its own, and so is what is freed again.
+    of its own, and so is what is freed again. Of torch.cond and flex_attention torch refuses those that write to an
+    argument.
 
     Args:
         state: what may be written to.
@@ -221,13 +222,6 @@ class _WriteWatch(TorchDispatchMode):
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
         self._undo = Undo()
-
-    supports_higher_order_operators = True  # torch.cond, flex_attention: torch refuses those that write to an argument
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. Otherwise torch would not run it again in this process."""
-        return True
 
     def __enter__(self) -> "_WriteWatch":
         self._undo = Undo().__enter__()

@@ -19,13 +19,14 @@ from ..graph.turns import Turn, turns_on
 from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
+from ..ranks.job_end import close_before_end
 from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
 from .eager_call import EagerCall, EagerCalls, call_aligned
 from .host_draws import NEW, HostDraws
 from .layout_capture import LayoutCapture
-from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Refused, Warm
+from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Warm
 from .multi_step import MultiStepGraphs, Steps
 from .options import WARM_UP
 from .session import Session
@@ -122,10 +123,14 @@ class Engine:
         self, key: Key, start: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> Any:
         layout = self._layout(key)
-        stage = self._agreed_stage(key, layout)
-        if isinstance(stage, Cold):
+        stage, is_warm = layout.stage, isinstance(layout.stage, Warm)
+        problem = (layout.problem if is_warm else "") or self._ranks.problem or self._note(key, layout)
+        all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
+        if not layout.refusal and not all_can:
+            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
+        if all_can and isinstance(stage, Cold):
             return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
-        if isinstance(stage, Warm):
+        if all_can and is_warm and all_want:
             outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
@@ -212,16 +217,6 @@ class Engine:
             self._fallback.warn_once("variation", self._variation.text_of(known))
         return self._layouts.layout_of(key)
 
-    def _agreed_stage(self, key: Key, layout: Layout) -> Cold | Warm | Refused:
-        """Return what all ranks do in this call: warm up, capture, or call eagerly."""
-        stage = layout.stage
-        is_warm = isinstance(stage, Warm)
-        problem = (layout.problem if is_warm else "") or self._ranks.problem or self._note(key, layout)
-        all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
-        if not layout.refusal and not all_can:
-            self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
-        return Refused(_NOT_AGREED) if not all_can or (is_warm and not all_want) else stage
-
     def _note(self, key: Key, layout: Layout) -> str:
         """Count a call that has no graph. Return why to give up capturing, "" if not. Only on_failure="raise" does."""
         if layout.refusal:
@@ -262,8 +257,8 @@ class Engine:
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
         """Capture for this key, replay the graph and compare it. Return the outputs, or `_NOT_CAPTURED`."""
-        if self._eager.stream is not None:
-            self._ranks.close_before_end(self)
+        if self._eager.stream is not None and self._ranks.several:
+            close_before_end(self)
         with Undo() as undo:
             undo.note(self._cache.drop, key)  # a graph that has not been compared must not be replayed again
             undo.note(modes())
@@ -292,7 +287,8 @@ class Engine:
 
     def _say_behind(self) -> None:
         if self._session.optimizer.stays_behind:
-            self._fallback.say_behind(self._session.optimizer.why_behind)
+            text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
+            self._fallback.warn_once("behind", f"{self._session.optimizer.why_behind} {text}")
 
     def _give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""

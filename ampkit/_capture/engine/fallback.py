@@ -1,11 +1,11 @@
 """What follows where something cannot be captured: one warning and eager calls from then on, or an error."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from ..._errors import CaptureError, CaptureWarning
+from ..._errors import CaptureError
 from ..._user_line import WarnOnce
-from .options import Options
 
 _GOES_ON = "Training goes on eagerly"
 
@@ -22,19 +22,23 @@ class StepDoneError(CaptureError):
         self.outputs = outputs
 
 
-class MovableOptimizer(Protocol):
-    """Where an optimizer steps: as a part of what the engine calls, or behind that."""
+class MovableOptimizer:
+    """Where an optimizer steps: as a part of what the engine calls, or behind that. This one is always a part.
 
-    @property
-    def why_behind(self) -> str:
-        """Why it steps behind that; "" if it is a part."""
+    Attributes:
+        why_behind: why it steps behind that; "" if it is a part.
+    """
+
+    why_behind: str = ""
 
     @property
     def stays_behind(self) -> bool:
         """Whether it is known already that it will never be a part."""
+        return False
 
     def has_moved(self) -> bool:
         """Return whether it has become a part, or none any more, since this was called last."""
+        return False
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
         """Have it step behind from now on, if it can. Return whether it did not before.
@@ -43,51 +47,37 @@ class MovableOptimizer(Protocol):
             changed: what has changed that a graph holds as a constant, or
             problem: why the step cannot be captured.
         """
-
-
-class _Unmoved:
-    """An optimizer that is always a part."""
-
-    why_behind, stays_behind = "", False
-
-    def has_moved(self) -> bool:
-        return False
-
-    def leave(self, changed: str = "", *, problem: str = "") -> bool:
         return False
 
 
-UNMOVED = _Unmoved()
+UNMOVED = MovableOptimizer()
 
 
+@dataclass(eq=False)
 class Fallback:
     """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
 
     Args:
         name: what messages call the step.
-        options: see `Options`.
+        warn: warns of each kind of thing once.
+        raises: whether the user asked for errors (`on_failure="raise"`).
+        refused: why every call is eager; "" as long as some layout may be captured.
 
     Attributes:
-        raises: whether the user asked for errors (`on_failure="raise"`).
-        refused: why every call is eager from now on; "" as long as some layout may be captured.
+        raises: as given.
+        refused: as given, or why every call is eager from now on.
         failure: what could not be captured last, for the report; None if nothing failed.
     """
 
-    def __init__(self, name: str, options: Options) -> None:
-        self._name = name
-        self.raises: bool = options.on_failure == "raise"
-        self.refused: str = "graph='off'" if options.graph == "off" else ""
-        self.failure: str | None = None
-        self._warn = WarnOnce(name, CaptureWarning)
+    _name: str
+    _warn: WarnOnce
+    raises: bool
+    refused: str
+    failure: str | None = None
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
         return CaptureError(f"{self._name}: {reason}")
-
-    def say_behind(self, why: str) -> None:
-        """Warn once that the optimizer is no part of the graphs."""
-        text = "Until then forward and backward are captured, and the optimizer steps eagerly behind them."
-        self.warn_once("behind", f"{why} {text}")
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""

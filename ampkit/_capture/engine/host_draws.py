@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,13 +62,20 @@ class HostDraws:
     def learn(self, key: Key, path: DrawPath) -> None:
         """Take note of what an eager call has drawn, and have its layout be that of the outcomes.
 
-        If the call has drawn something else than an earlier one after the same outcomes, all is forgotten.
+        If the call has drawn something else than an earlier one after the same outcomes, all graphs are dropped.
         """
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
         tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
-            self._forget()
+            # The step does something else now. Give up if it does so again and again.
+            self._changes = 1 if self._calls > _RARELY else self._changes + 1
+            self._calls = 0
+            self.enabled = self.enabled and self._changes < _MOST_CHANGES
+            self._cache.clear()
+            self._layouts.clear()
+            self.clear()
+            self._fallback.warn_once("draws", _CHANGED)
             return
         self._ranks.tell_of_draws()
         if key.outcomes in (None, NEW):
@@ -78,16 +86,6 @@ class HostDraws:
             )
             self._layouts.layout_of(key._replace(outcomes=NEW)).refuse(problem)
             self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
-
-    def _forget(self) -> None:
-        """Drop all graphs, because the step does something else now. Give up if it does so again and again."""
-        self._changes = 1 if self._calls > _RARELY else self._changes + 1
-        self._calls = 0
-        self.enabled = self.enabled and self._changes < _MOST_CHANGES
-        self._cache.clear()
-        self._layouts.clear()
-        self.clear()
-        self._fallback.warn_once("draws", _CHANGED)
 
     def clear(self) -> None:
         """Forget all."""
@@ -110,12 +108,12 @@ class HostDraws:
         torch.default_generator.set_state(self._after)
 
 
+@dataclass(frozen=True, eq=False)
 class _DrawnGraph:
     """A graph of a call whose draws on the host were made."""
 
-    def __init__(self, graph: Graph, draws: HostDraws) -> None:
-        self._graph = graph
-        self._draws = draws
+    _graph: Graph
+    _draws: HostDraws
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`, which draws again, from where this call has drawn.

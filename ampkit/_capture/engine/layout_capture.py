@@ -7,6 +7,7 @@ from ..._errors import CaptureError
 from ..graph.cache import Captured
 from ..graph.capture_query import seeing_capture
 from ..graph.graph import Graph
+from ..graph.timing import Timing
 from ..keys.inputs import StaticInputs
 from ..keys.key import Key
 from ..state.overlaps import keep_apart
@@ -57,7 +58,8 @@ class LayoutCapture:
         graph, inputs, flags = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._session.state, layout.writes.paths())
-        timing = layout.timing.of_another_graph() if key.ranks_outcome else layout.timing
+        # Eager calls take as long where other ranks draw something else, but there is another graph.
+        timing = Timing(layout.timing.eager) if key.ranks_outcome else layout.timing
         captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.answer.sees_capture, flags)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..compare.rehearsal import Rehearsal
 from ..graph.cache import GraphOutputs
@@ -259,46 +259,33 @@ _MAX_SEEN = 4096
 IN_PARTS = "in parts"  # what such calls are counted under
 
 
-class Splitter(Protocol):
-    """What the engine asks of a step that can be done in parts, where it cannot be captured as a whole."""
+class Splitter:
+    """Does calls in parts that cannot be captured as a whole. This one takes no layout."""
 
     @property
     def has_parts(self) -> bool:
         """Whether some layout is done in parts, or may be."""
+        return False
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the graphs of the parts take."""
+        return 0
 
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
+        return False
 
     def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call of a layout that is done in parts, with the engine's `run` and `give_up`."""
+        raise AssertionError  # it takes none
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the report that say what is captured, and why the rest is not."""
+        return {}
 
     def close(self) -> None:
         """Release what is captured."""
 
 
-class Never:
-    """Takes no layout."""
-
-    has_parts, nbytes = False, 0
-
-    def takes(self, key: Key, layout: Layout) -> bool:
-        return False
-
-    def call(self, engine: Any, layout: Layout, phase: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise AssertionError  # it takes none
-
-    def fields(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-NEVER = Never()
+NEVER = Splitter()

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..._errors import CaptureError
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
-from ..compare.call_record import OperationRecorder, Record, first_difference
+from ..compare.call_record import Record, first_difference, recorded_call
 from ..graph.cache import Captured, GraphLengths
 from ..graph.capture_query import recording, seeing_capture
 from ..graph.report import GraphReport
@@ -25,18 +26,9 @@ from .session import Session
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call is made
 
 
-class MakesCalls(Protocol):
-    """Does the calls of some windows, each with a slice of the inputs."""
-
-    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do this many windows. Every window has as many calls."""
-
-
-class Compare(Protocol):
-    """`Engine.verified`."""
-
-    def __call__(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-        """Replay, compare that with `eager(*args, **kwargs)`, and return the outputs of the eager call."""
+# Does the calls of this many windows, all of which have as many, each with a slice of the inputs (args and kwargs).
+MakesCalls = Callable[[int, Noting, tuple[Any, ...], dict[str, Any]], Any]
+Compare = Callable[[Captured, Callable[..., Any], Sequence[Any]], Any]  # `Engine._verified`
 
 
 class Steps(NamedTuple):
@@ -108,7 +100,14 @@ class MultiStepGraphs:
         if lengths is None:
             if not may_capture or not self.is_ready(steps):
                 return None
-            lengths = self._new_lengths(steps)
+            while len(self._cache.multi_step) >= self._session.options.max_graphs:
+                self._drop(next(iter(self._cache.multi_step)))
+            with torch.inference_mode(False):
+                buffers = [_aligned(leaf) for leaf in steps.key.spec.leaves if isinstance(leaf, TensorSpec)]
+            layouts = list(map(self._layouts.layout_of, steps.singles))
+            writes = set[str]().union(*(layout.writes.paths() for layout in layouts))
+            lengths = GraphLengths(buffers, any(layout.answer.sees_capture for layout in layouts), writes)
+            self._cache.multi_step[steps.key] = lengths
         if windows not in lengths.graphs:
             if not may_capture:
                 return None
@@ -189,17 +188,6 @@ class MultiStepGraphs:
 
     # ----------------------------------------------------------------------------------------------------- capture
 
-    def _new_lengths(self, steps: Steps) -> GraphLengths:
-        while len(self._cache.multi_step) >= self._session.options.max_graphs:
-            self._drop(next(iter(self._cache.multi_step)))
-        with torch.inference_mode(False):
-            buffers = [_aligned(leaf) for leaf in steps.key.spec.leaves if isinstance(leaf, TensorSpec)]
-        layouts = list(map(self._layouts.layout_of, steps.singles))
-        writes = set[str]().union(*(layout.writes.paths() for layout in layouts))
-        lengths = GraphLengths(buffers, any(layout.answer.sees_capture for layout in layouts), writes)
-        self._cache.multi_step[steps.key] = lengths
-        return lengths
-
     def _capture(self, steps: Steps, lengths: GraphLengths, windows: int) -> bool:
         """Capture a graph of this length. Return whether that worked; otherwise the key is refused from now on."""
         key, before = steps.key, self._cache.pool_bytes
@@ -277,12 +265,13 @@ class MultiStepGraphs:
         self._fallback.warn_once("several calls", f"{problem} Each call is a launch of its own.")
 
 
+@dataclass(eq=False)
 class _CallComparison:
     """Records each call of a graph, and compares it with the first one of its kind.
 
     Args:
-        numbers: see `OperationRecorder`.
-        lenient: see `OperationRecorder`.
+        numbers: see `recorded_call`.
+        lenient: see `recorded_call`.
         kinds: of the calls of a window. Calls of one kind do the same.
 
     Attributes:
@@ -290,28 +279,26 @@ class _CallComparison:
         difference: where a call first differs, in words; "" if none does.
     """
 
-    def __init__(self, numbers: bool, lenient: bool, kinds: Sequence[int]) -> None:
-        self._numbers = numbers
-        self._lenient = lenient
-        self._kinds = kinds
-        self._first: dict[int, Record | None] = {}
-        self._made = 0
-        self.ended = False
-        self.difference = ""
+    _numbers: bool
+    _lenient: bool
+    _kinds: Sequence[int]
+    _first: dict[int, Record | None] = field(default_factory=dict)
+    _made: int = 0
+    ended: bool = False
+    difference: str = ""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Context of the next call."""
-        recorder = OperationRecorder(self._numbers, self._lenient)
-        with recorder:
+        with recorded_call(self._numbers, self._lenient) as call:
             yield
         kind, self._made = self._kinds[self._made % len(self._kinds)], self._made + 1
         if kind not in self._first:
-            self._first[kind] = recorder.record
+            self._first[kind] = call.record
             return
         first = self._first[kind]
-        if first is not None and recorder.record is not None and not self.difference:
-            found = first_difference(first, recorder.record)
+        if first is not None and call.record is not None and not self.difference:
+            found = first_difference(first, call.record)
             self.difference = found and (
                 f"{found}, both in one series. A graph would repeat what it recorded, but this depends on more than "
                 "the batch and the declared state."

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..._errors import CaptureWarning
+from ..._user_line import WarnOnce
 from ..graph.cache import Cache
 from ..graph.graph import capture_stream
 from ..graph.kernel_names import KernelNames
@@ -111,4 +113,5 @@ class Session:
     @functools.cached_property
     def fallback(self) -> Fallback:
         """Says that calls are eager."""
-        return Fallback(self.name, self.options)
+        refused = "graph='off'" if self.options.graph == "off" else ""
+        return Fallback(self.name, WarnOnce(self.name, CaptureWarning), self.options.on_failure == "raise", refused)

@@ -151,7 +151,7 @@ class Variation:
         named = parts[:_NAMED]
         return Cause(
             names=tuple(known[0].name for known in named),
-            reason=" and ".join(map(_reason, named)) + more,
+            reason=" and ".join(known[-1].statement or f"{known[-1].name} kept changing" for known in named) + more,
             examples=" and ".join(map(_example, named)) + more,
             advice=" ".join(dict.fromkeys(known[-1].advice or self._leaf_advice(known) for known in named)),
             of_layouts=all(isinstance(known[-1].value, (TensorSpec, TreeSpec)) for known in named),
@@ -222,10 +222,6 @@ DRAWS_ADVICE = (
 _IN_PLACE = "Set gradients to zero within the function, or in place: zero_grad(set_to_none=False)."
 
 
-def _reason(known: Sequence[Part]) -> str:
-    return known[-1].statement or f"{known[-1].name} kept changing"
-
-
 def _example(known: Sequence[Part]) -> str:
     """Return the same with some of the values in words, unless these say nothing."""
     values = [
@@ -238,4 +234,6 @@ def _example(known: Sequence[Part]) -> str:
         else value_text(value)
         for value in (part.value for part in known[-3:])
     ]
-    return _reason(known) + (f" (it was {', then '.join(values)})" if all(values) and not known[-1].statement else "")
+    if known[-1].statement:
+        return known[-1].statement
+    return f"{known[-1].name} kept changing" + (f" (it was {', then '.join(values)})" if all(values) else "")

@@ -3,6 +3,7 @@
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..._text import CONSTANTS
 from ..._torch.device.streams import is_capturing, raw_stream
 from ..._torch.tensors.tensors import untracked
-from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
+from ..._torch.tensors.tree import tree_flatten
 from ..keys.inputs import Spec, StaticInputs
 from ..keys.key import Key
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
@@ -66,6 +67,7 @@ class Captured:
         self._graph.reset()
 
 
+@dataclass(eq=False)
 class GraphLengths:
     """Graphs that do several calls each, of one layout and different lengths. They read from the same buffers.
 
@@ -78,13 +80,12 @@ class GraphLengths:
         pool_bytes: what the pool grew by in their captures.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], sees_capture: bool, writes: set[str]) -> None:
-        self.buffers = list(buffers)
-        self.graphs: dict[int, Captured] = {}
-        self.sees_capture = sees_capture
-        self.writes = writes
-        self.launches = 0
-        self.pool_bytes = 0
+    buffers: list[Tensor]
+    sees_capture: bool
+    writes: set[str]
+    graphs: dict[int, Captured] = field(default_factory=dict)
+    launches: int = 0
+    pool_bytes: int = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -261,11 +262,7 @@ def _parts(node: Any) -> tuple[Callable[[Sequence[Any]], Any] | None, Sequence[A
     if isinstance(node, tuple) and hasattr(kind, "_make"):  # a named tuple
         return partial(tuple.__new__, kind), node
     leaves, spec = tree_flatten(node)
-    return (None, ()) if len(leaves) == 1 and leaves[0] is node else (partial(_unflattened, spec), leaves)
-
-
-def _unflattened(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
-    return tree_unflatten(leaves, spec)
+    return (None, ()) if len(leaves) == 1 and leaves[0] is node else (spec.unflatten, leaves)
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -284,26 +281,26 @@ def copied(tree: Any) -> Any:
 _CONSTANTS = frozenset(CONSTANTS)
 
 
+@dataclass(eq=False)
 class Cache:
     """The graphs of one step by key, the least recently used first. They share one pool.
 
     Args:
-        max_graphs: how many are kept.
-        memory_budget: how many bytes their pool and buffers may take together; None for no limit.
+        limit: how many are kept. It may be changed.
+        budget: how many bytes their pool and buffers may take together; None for no limit.
 
     Attributes:
         limit: how many graphs are kept from now on.
         multi_step: graphs of several calls each, the least recently used first. They do not count against the limit.
     """
 
-    def __init__(self, max_graphs: int, memory_budget: int | None) -> None:
-        self.limit = max_graphs
-        self._budget = memory_budget
-        self._pool = Pool()
-        self._graphs: OrderedDict[Key, Captured] = OrderedDict()
-        self.multi_step: OrderedDict[Key, GraphLengths] = OrderedDict()
-        self._dropped = Saving(0, None, None)
-        self._last: tuple[Key, Captured] | None = None  # the most recently used one
+    limit: int
+    _budget: int | None
+    _pool: Pool = field(default_factory=Pool)
+    _graphs: OrderedDict[Key, Captured] = field(default_factory=OrderedDict)
+    multi_step: OrderedDict[Key, GraphLengths] = field(default_factory=OrderedDict)
+    _dropped: Saving = field(default_factory=partial(Saving, 0, None, None))
+    _last: tuple[Key, Captured] | None = None  # the most recently used one
 
     def __len__(self) -> int:
         return len(self._graphs)

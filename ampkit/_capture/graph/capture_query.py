@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -102,6 +103,7 @@ def seeing_capture(fn: Callable[_P, _R], sees_capture: bool) -> Callable[_P, _R]
     return seeing
 
 
+@dataclass(eq=False)
 class Answer:
     """What the code of one layout, or of one callable, is told when it asks whether its stream is being captured.
 
@@ -118,11 +120,10 @@ class Answer:
             nothing was tried yet.
     """
 
-    def __init__(self, sees_capture: bool, *, may_change: bool) -> None:
-        self.sees_capture: bool = sees_capture
-        self.may_change: bool = may_change
-        self.problem_when_hidden: str = ""
-        self._news = ""
+    sees_capture: bool
+    may_change: bool = field(kw_only=True)
+    problem_when_hidden: str = ""
+    _news: str = ""
 
     def try_other(self, problem: str) -> bool:
         """Change the answer if user code has asked in the call just made. Return whether it was changed.

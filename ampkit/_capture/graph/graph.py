@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,11 +44,11 @@ class Graph(Protocol):
         """Release the graph and its memory."""
 
 
+@dataclass(eq=False)
 class _Streams(threading.local):
     """The capture streams of this thread, by device and use. Two threads may capture at the same time."""
 
-    def __init__(self) -> None:
-        self.by_use: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+    by_use: dict[tuple[torch.device, str], torch.cuda.Stream] = field(default_factory=dict)
 
 
 _streams = _Streams()
@@ -64,6 +65,7 @@ def capture_stream(device: torch.device, use: str = "steps") -> torch.cuda.Strea
     return _streams.by_use[device, use]
 
 
+@dataclass(eq=False)
 class Pool:
     """Device memory that several graphs share, so that the largest of them sets its size.
 
@@ -71,9 +73,9 @@ class Pool:
     read before another graph of the pool is replayed. The memory is released with the last graph.
     """
 
-    def __init__(self) -> None:
-        self._handle: Any = None  # torch's token
-        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # a graph that is garbage-collected leaves
+    _handle: Any = None  # torch's token
+    # A graph that is garbage-collected leaves.
+    _graphs: "weakref.WeakSet[CudaGraph]" = field(default_factory=weakref.WeakSet)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -97,6 +99,7 @@ class Pool:
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
 
 
+@dataclass(eq=False)
 class CudaGraph:
     """A CUDA graph.
 
@@ -107,12 +110,11 @@ class CudaGraph:
         generators: CUDA generators beside the default one that `fn` draws from. Another one could not be captured.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Pool, generators: Sequence[torch.Generator] = ()) -> None:
-        self._stream = stream
-        self._pool = pool
-        self._generators = tuple(generators)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: Any = None
+    _stream: torch.cuda.Stream
+    _pool: Pool
+    _generators: Sequence[torch.Generator] = ()
+    _graph: torch.cuda.CUDAGraph | None = None
+    _outputs: Any = None
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`. Nothing of it has run on the device when this returns.
@@ -196,13 +198,13 @@ class CudaGraph:
         torch.cuda.empty_cache()
 
 
+@dataclass(eq=False)
 class EmulatedGraph:
     """Runs the recorded function again in each replay. With it, all of ampkit but the graph is tested without a GPU."""
 
-    def __init__(self) -> None:
-        self._fn: Callable[[], Any] | None = None
-        self._make_context: MakeContext | None = None
-        self._then: Then = same
+    _fn: Callable[[], Any] | None = None
+    _make_context: MakeContext | None = None
+    _then: Then = same
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Keep `fn`. It runs in the first replay for the first time, then in this context."""

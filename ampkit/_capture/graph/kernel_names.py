@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ class NotedKernels(NamedTuple):
 NOT_NOTED = NotedKernels((), "no call before its capture was profiled")
 
 
+@dataclass(eq=False)
 class KernelNames:
     """Notes the kernels of calls, and keeps a table for each graph.
 
@@ -76,9 +78,8 @@ class KernelNames:
         tables: of the graphs captured so far, the oldest first.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self.tables: list[KernelTable] = []
+    _modules: Mapping[str, nn.Module]
+    tables: list[KernelTable] = field(default_factory=list)
 
     @contextmanager
     def noted(self, scopes: bool) -> Iterator[list[NotedKernels]]:
@@ -132,12 +133,12 @@ class KernelNames:
         return _MarkedGraph(graph, mark)
 
 
+@dataclass(frozen=True, eq=False)
 class _MarkedGraph:
     """A graph whose replays a profiler shows under a name."""
 
-    def __init__(self, graph: Graph, mark: str) -> None:
-        self._graph = graph
-        self._mark = mark
+    _graph: Graph
+    _mark: str
 
     def capture(self, fn: Any, context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`, see `Graph`."""
@@ -195,11 +196,11 @@ def _module_marks(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class _Opened(threading.local):
     """The marks of modules whose forward runs in this thread."""
 
-    def __init__(self) -> None:
-        self.marks: list[Any] = []
+    marks: list[Any] = field(default_factory=list)
 
 
 def _exit_all(marks: list[Any]) -> None:

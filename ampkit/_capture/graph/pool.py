@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +14,7 @@ from ..._torch.device.allocator import allocator_settings, set_allocator_setting
 from ..._undo import Undo
 
 
+@dataclass(eq=False)
 class _SharedChange:
     """A temporary change of the process that several threads may want at the same time.
 
@@ -22,11 +24,10 @@ class _SharedChange:
         make: notes how to undo the change, and makes it.
     """
 
-    def __init__(self, make: Callable[[Undo], None]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._users: set[object] = set()
-        self._undo = Undo()
+    _make: Callable[[Undo], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _users: set[object] = field(default_factory=set)
+    _undo: Undo = field(default_factory=Undo)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -73,11 +74,11 @@ no_recompile = _SharedChange(fail_on_recompile)
 # the same. For eager calls before a capture, it gives back what they have freed, though a part of the segment is in
 # use. At its peak the process then holds 1982 MiB (ResNet-50), 3776 (ViT-B/16) and 3920 (GPT-2, b8) on an H200, with
 # torch's segments 2358, 4084 and 4428, and torch's own eager AMP 2006, 3722 and 3836 (tests/benchmarks/peak_memory.py).
+@dataclass(eq=False)
 class _Growth:
     """Whether the allocator takes segments that grow."""
 
-    def __init__(self) -> None:
-        self._possible: bool | None = None  # not known before the first try
+    _possible: bool | None = None  # not known before the first try
 
     def begin(self, undo: Undo) -> None:
         """Have the allocator take segments that grow, unless the user has said which kind to take.

@@ -111,8 +111,9 @@ class ProfiledCalls:
         marks = [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
         for i in sorted(self._launches, key=lambda i: float(self._events[i]["ts"])):
             event = self._events[i]
-            if _GRAPH_LAUNCH in event["name"] and not any(_within(event, mark) for mark in marks):
-                yield Call("", self._of_graphs([i]), True)
+            here = [mark for mark in marks if _thread_of(event) == _thread_of(mark)]
+            if _GRAPH_LAUNCH in event["name"] and not any(_during(event, mark) for mark in here):
+                yield Call("", _in_order(list(self._launched(i))), True)
 
     def _call(self, mark: Any) -> Call:
         nodes = {
@@ -122,9 +123,10 @@ class ProfiledCalls:
         }
         threads = {_thread_of(mark), *nodes}
         launches = [i for i in self._launches if _during(self._events[i], mark)]
-        graphs = [i for i in launches if _GRAPH_LAUNCH in self._events[i]["name"] and _within(self._events[i], mark)]
+        here = [i for i in launches if _thread_of(self._events[i]) == _thread_of(mark)]
+        graphs = [i for i in here if _GRAPH_LAUNCH in self._events[i]["name"]]
         if graphs:
-            return Call(mark["name"], self._of_graphs(graphs), True)
+            return Call(mark["name"], _in_order([kernel for i in graphs for kernel in self._launched(i)]), True)
         kernels = [kernel for i in launches for kernel in self._launched(i)]
         found = {kernel.event for kernel in kernels}
         # Not every call that launches a kernel is in the trace, but the operation around it is.
@@ -135,9 +137,6 @@ class ProfiledCalls:
         # What other threads launch meanwhile, such as a loader's, is no part of the call.
         kernels = [k for k in kernels if k.launch >= 0 and _thread_of(self._events[k.launch]) in threads]
         return Call(mark["name"], _in_order(kernels or list(self._operations(mark, threads))), False)
-
-    def _of_graphs(self, launches: Sequence[int]) -> tuple[Kernel, ...]:
-        return _in_order([kernel for i in launches for kernel in self._launched(i)])
 
     def _launched(self, i: int) -> Iterator[Kernel]:
         """Yield what a launch ran on the GPU."""
@@ -295,7 +294,3 @@ def _end(event: Any) -> float:
 def _during(event: Any, other: Any) -> bool:
     """Return whether an event began while the other one lasted."""
     return float(other["ts"]) <= float(event["ts"]) < _end(other)
-
-
-def _within(event: Any, mark: Any) -> bool:
-    return _thread_of(event) == _thread_of(mark) and _during(event, mark)

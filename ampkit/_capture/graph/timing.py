@@ -4,11 +4,17 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+_EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
+_REPLAYS = 8
 
+
+@dataclass(frozen=True, eq=False)
 class Clock:
     """Takes the time by CUDA events on the current stream of a device, or by the host's clock if there is no device.
 
@@ -16,8 +22,7 @@ class Clock:
     the device, it is the host's time.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    _device: torch.device | None
 
     def now(self) -> Any:
         """Return a mark of this moment, which `Durations.add` takes. Sync: none."""
@@ -61,6 +66,7 @@ class Durations:
         return statistics.median(self._ms) if self._ms else None
 
 
+@dataclass(eq=False)
 class Timing:
     """How long calls with one layout of the input take.
 
@@ -70,22 +76,16 @@ class Timing:
         replays: how many replays there were.
     """
 
-    def __init__(self) -> None:
-        self.eager: Durations = Durations(_EAGER)
-        self.replay: Durations = Durations(_REPLAYS)
-        self.replays = 0
-
-    def of_another_graph(self) -> "Timing":
-        """Return what times another graph of the same layout, whose eager calls take as long."""
-        other = Timing()
-        other.eager = self.eager
-        return other
+    eager: Durations = field(default_factory=partial(Durations, _EAGER))
+    replay: Durations = field(default_factory=partial(Durations, _REPLAYS))
+    replays: int = 0
 
     def saving(self) -> "Saving":
         """Return both medians. Sync: waits for the timed calls to end."""
         return Saving(self.replays, self.eager.median_ms(), self.replay.median_ms())
 
 
+@dataclass(eq=False)
 class Shares:
     """How the time of some calls is shared among their parts and what is between them.
 
@@ -96,13 +96,12 @@ class Shares:
         wanted: whether more calls are to be measured.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.wanted = True
-        self._marks: list[tuple[str, Any, Any]] = []  # of the parts of the present call
-        self._start: Any = None
-        self._calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = []  # not read yet
-        self._ms: list[dict[str, float]] = []
+    _clock: Clock
+    wanted: bool = True
+    _marks: list[tuple[str, Any, Any]] = field(default_factory=list)  # of the parts of the present call
+    _start: Any = None
+    _calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=list)  # not read yet
+    _ms: list[dict[str, float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Note that a call begins now. Sync: none."""
@@ -183,6 +182,4 @@ def milliseconds(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end))
 
 
-_EAGER = 4  # of the calls of a long warm-up; one of three calls has one that is timed
-_REPLAYS = 8
 _SHARED = 3  # calls

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -75,6 +76,7 @@ class Turns:
             self.order.follow()
 
 
+@dataclass(eq=False)
 class Turn:
     """Makes the calls of one step, each when no other thread is in a call on the same capture stream.
 
@@ -86,10 +88,9 @@ class Turn:
         running: whether the step is in a call.
     """
 
-    def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
-        self._name = name
-        self.running: bool = False
+    _turns: Turns
+    _name: str
+    running: bool = False
 
     def stream(self) -> torch.cuda.Stream | None:
         """Return the stream of the last launch on this step's device, None if there was none."""
@@ -124,12 +125,12 @@ class Turn:
                 self.running = False  # an interrupt may come right before the one above
 
 
+@dataclass(eq=False)
 class _Here(threading.local):
     """Whether this thread captures, and its turns by device."""
 
-    def __init__(self) -> None:
-        self.captures = False
-        self.turns: dict[torch.device, Turns] = {}
+    captures: bool = False
+    turns: dict[torch.device, Turns] = field(default_factory=dict)
 
 
 _here = _Here()

@@ -95,7 +95,7 @@ def is_plain(value: Any) -> bool:
     if issubclass(kind, (tuple, frozenset)):
         return all(map(is_plain, value))
     if kind is slice:
-        return all(map(is_plain, _ends(value)))
+        return all(map(is_plain, (value.start, value.stop, value.step)))
     return issubclass(kind, (*_NUMBERS, *_BY_IDENTITY)) or _is_of_numpy(kind, "generic")
 
 
@@ -111,10 +111,6 @@ def _is_of_numpy(kind: type, name: str) -> bool:
     """Return whether a class is this one of numpy or made from it. Nothing is, if nobody has imported numpy."""
     found = getattr(sys.modules.get("numpy"), name, None)
     return found is not None and issubclass(kind, found)
-
-
-def _ends(value: slice) -> tuple[Any, ...]:
-    return value.start, value.stop, value.step
 
 
 def is_closed(value: Any) -> bool:
@@ -172,7 +168,7 @@ def are_same(old: Any, now: Any) -> bool:
     if isinstance(old, frozenset):
         return old == now and _written(old) == _written(now)
     if type(old) is slice:
-        return are_same(_ends(old), _ends(now))
+        return are_same((old.start, old.stop, old.step), (now.start, now.stop, now.step))
     if isinstance(old, (float, complex, Decimal)):
         return number_text(old) == number_text(now)  # 0.0 and -0.0 are equal, and nan is not
     if _is_of_numpy(type(old), "generic"):

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class HostValues:
         return [self.lines[key] for key, old in self.found.items() if new.found.get(key, old) != old]
 
 
+@dataclass(eq=False)
 class HostTensors:
     """Tensors on the host whose values are compared from call to call.
 
@@ -44,9 +45,8 @@ class HostTensors:
     go on with the value that it had in the capture, though the tensor was changed in place since.
     """
 
-    def __init__(self) -> None:
-        self._memory: dict[int, torch.UntypedStorage] = {}  # kept, so that the addresses stay theirs
-        self._lines: dict[int, str] = {}
+    _memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # kept, so that the addresses stay theirs
+    _lines: dict[int, str] = field(default_factory=dict)
 
     def note(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
         """Compare these tensors from now on, which the lines read."""

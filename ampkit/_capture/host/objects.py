@@ -6,6 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from .constants import (
 _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
 
 
+@dataclass(eq=False)
 class Slots:
     """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
 
@@ -44,8 +46,7 @@ class Slots:
         owner: the object.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    owner: Any
 
     def __getitem__(self, name: str) -> Any:
         if name == "__dict__" and (own := own_table(self.owner)) is not None:
@@ -72,11 +73,11 @@ class Slots:
         return [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
 
 
+@dataclass(eq=False)
 class Members:
     """What is in a set, as a table with one entry."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    owner: Any
 
     def __getitem__(self, _: None) -> frozenset[Any]:
         return frozenset(self.owner)
@@ -86,11 +87,11 @@ class Members:
         return tuple(self.owner)
 
 
+@dataclass(eq=False)
 class ContextValue:
     """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
 
-    def __init__(self, owner: "ContextVar[Any]") -> None:
-        self.owner = owner
+    owner: "ContextVar[Any]"
 
     def __getitem__(self, _: None) -> Any:
         return self.owner.get(ABSENT)
@@ -100,12 +101,12 @@ class ContextValue:
         return (self[None],)
 
 
+@dataclass(eq=False)
 class Array:
     """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self._seen: tuple[Any, ...] = ()
+    owner: Any
+    _seen: tuple[Any, ...] = ()
 
     def __getitem__(self, _: None) -> tuple[Any, ...]:
         numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
@@ -238,7 +239,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         return
     elif issubclass(kind, dict):
         if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
-            yield id(owner), False, owner, _entries(owner)
+            pairs = list(dict.items(owner))
+            unnamed = [key for key, _ in pairs if not isinstance(key, str)]
+            numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
+            yield id(owner), False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
     elif kind in (list, deque) or issubclass(kind, tuple):
         if len(owner) <= MOST_ENTRIES:
             yield id(owner), False, owner, list(enumerate(owner))
@@ -305,13 +309,6 @@ def _is_setting(name: str, value: Any) -> bool:
     """Return whether an attribute of a class is no method, property or nested class."""
     is_described = any("__get__" in class_table(base) for base in bases_of(type(value)))
     return not name.startswith("__") and not is_described and not issubclass(type(value), type)
-
-
-def _entries(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    pairs = list(dict.items(table))
-    unnamed = [key for key, _ in pairs if not isinstance(key, str)]
-    numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
-    return [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:

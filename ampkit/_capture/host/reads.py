@@ -185,7 +185,7 @@ class Reads:
                 compared.
         """
         executed = Executed()
-        start = self._found(self._paths)
+        start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
         recorder = CallRecorder(modules, executed, notes.take)
         with executed.noting():
@@ -238,8 +238,9 @@ class Reads:
         # A function may read what another one has written before it was called: then only a later call shows that.
         rewritten = whole(different(notes.before, after))
         compared = self._compared_paths()
+        now = {key: self._follow(path).found() for key, path in self._paths.items()}
         self._own.saw(
-            rewritten | whole(different(start, self._found(self._paths))),
+            rewritten | whole(different(start, now)),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: type(after.get(place[0] or (), {}).get(place[1])) is weakref.ref,
             is_compared=lambda place: place in rewritten and place[0] in compared,
@@ -332,7 +333,9 @@ class Reads:
         for path in (self._paths[key] for key in self._readers):
             source = self._follow(path)
             line, ends_here = self._line[path.key], len(path.values()) <= len(path.parts)
-            if ends_here and is_closed(source.value) and not _is_read_elsewhere(source.value):
+            # Attributes of these are looked at by themselves, or never change.
+            is_read_elsewhere = issubclass(type(source.value), (nn.Module, ModuleType, type))
+            if ends_here and is_closed(source.value) and not is_read_elsewhere:
                 package = package_name(type(source.value))
                 yield constant(str(path), ABSENT, line, f"objects of {package} are not looked into")
                 continue
@@ -345,9 +348,6 @@ class Reads:
     def _compared_paths(self) -> dict[PathKey, Path]:
         own = self._own.places
         return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
-
-    def _found(self, paths: dict[PathKey, Path]) -> dict[Key, dict[str, Any]]:
-        return {key: self._follow(path).found() for key, path in paths.items()}
 
     def _attributes(
         self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False
@@ -380,11 +380,6 @@ def _is_looked_into(module: nn.Module) -> bool:
     return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
 
 
-def _is_read_elsewhere(value: Any) -> bool:
-    """Return whether attributes of a closed object are looked at by themselves, or never change."""
-    return issubclass(type(value), (nn.Module, ModuleType, type))
-
-
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
     return lambda table: (name in table,)
 
@@ -397,15 +392,12 @@ def _noted(value: Any, *, of_module: bool) -> Any:
     if is_plain(value):
         return noted(value)
     looked_into = holds_others(value)
-    if not of_module:
-        looked_into = _is_table(value) or (looked_into and (is_array(value) or not _is_of_package(value)))
+    if not of_module and looked_into and not _is_table(value) and not is_array(value):
+        # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
+        module = sys.modules.get(module_name(type(value)))
+        in_package = module is not None and "-packages" in file_of_module(module)
+        looked_into = not in_package and type(value) is not functools.partial
     return type(value) if looked_into else reference(value)
-
-
-def _is_of_package(value: Any) -> bool:
-    """Return whether code that is not looked at may read attributes of this object, or keeps its values elsewhere."""
-    module = sys.modules.get(module_name(type(value)))
-    return type(value) is functools.partial or (module is not None and "-packages" in file_of_module(module))
 
 
 def _is_table(value: Any) -> bool:

@@ -93,19 +93,14 @@ def with_values(thing: Any, change: Callable[[Any], Any]) -> Any:
     """
     attributes = {name: (value, change(value)) for name, value in _attributes(thing)}
     changed = {name: new for name, (old, new) in attributes.items() if new is not old}
-    items, new_items = _items(thing), [change(item) for item in _items(thing)]
+    items = list(thing.values()) if isinstance(thing, dict) else list(thing) if isinstance(thing, _ITEMS) else []
+    new_items = [change(item) for item in items]
     if not changed and all(new is old for old, new in zip(items, new_items, strict=True)):
         return thing
     other = _with_items(thing, new_items) if items else copy.copy(thing)
     for name, value in changed.items():
         object.__setattr__(other, name, value)  # also where it is frozen
     return other
-
-
-def _items(thing: Any) -> list[Any]:
-    if isinstance(thing, dict):
-        return list(thing.values())
-    return list(thing) if isinstance(thing, _ITEMS) else []
 
 
 def _with_items(thing: Any, items: list[Any]) -> Any:

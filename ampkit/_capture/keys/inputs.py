@@ -5,6 +5,7 @@ import operator
 from bisect import bisect_left
 from collections import UserDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
     return Spec(structure, tuple(keys)), leaves
 
 
+@dataclass(eq=False)
 class BatchReader:
     """Reads batches, in less time if they are tensors with the layout of the two batches before.
 
@@ -113,11 +115,10 @@ class BatchReader:
         device: where the tensors must be.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._previous: Spec | None = None
-        self._is_same: Callable[..., bool] | None = None  # whether leaves have the layout of the batch before
-        self._flat = -1  # how many arguments that batch had, if each of them was a tensor
+    _device: torch.device
+    _previous: Spec | None = None
+    _is_same: Callable[..., bool] | None = None  # whether leaves have the layout of the batch before
+    _flat: int = -1  # how many arguments that batch had, if each of them was a tensor
 
     def spec_and_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Spec, list[Any]]:
         """Return what `read_batch` returns: the same `Spec` again, if the layout is that of the batch before."""

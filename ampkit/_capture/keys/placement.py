@@ -10,14 +10,9 @@ _ALIGNED_ON_HOST = 64  # c10/core/alignment.h
 _READ_AT_ONCE = 64  # bytes
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor lies where torch could have allocated it."""
-    return place_of(tensor) == 0
-
-
 def is_as_copied(tensor: Tensor) -> bool:
     """Return whether kernels read this tensor as they would read a copy of it: it is aligned, and holds its values."""
-    return is_aligned(tensor) and not (tensor.is_conj() or tensor.is_neg())
+    return place_of(tensor) == 0 and not (tensor.is_conj() or tensor.is_neg())
 
 
 def place_of(tensor: Tensor) -> int:

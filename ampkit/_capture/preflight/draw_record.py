@@ -118,7 +118,8 @@ class DrawRecorder:
         if drawn:
             # A result that stays on the host: made of draws and numbers alone, by what can be repeated.
             made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
-            if made and _is_repeatable(op) and all(map(self._is_known, given)) and all(map(_is_on_host, results)):
+            made = made and all(tensor.device.type == "cpu" for tensor in results)
+            if made and _is_repeatable(op) and all(map(self._is_known, given)):
                 self._note(op, args, kwargs, results, drawn)
             else:
                 self._used |= drawn
@@ -280,9 +281,10 @@ class DrawRecorder:
             gc.collect()
         self._used |= set[int]().union(*(draws for reference, draws in memory if not reference.expired()))
         refused = self._used & self._learned if self._emulated else self._used
-        self.refused = [(_explained(held.problem), held.place) for held in self._held_back if held.draws & refused]
-        if refused and not self.refused:
-            self.refused = [(_explained(_HOST_DRAW), SourceLocation())]
+        found = [(held.problem, held.place) for held in self._held_back if held.draws & refused]
+        if refused and not found:
+            found = [(_HOST_DRAW, SourceLocation())]
+        self.refused = [(problem._replace(advice=f"{problem.advice} {_COMPARE}"), place) for problem, place in found]
         if not refused:
             if repeats(path, self._start, torch.default_generator.get_state()):
                 self.path = path
@@ -302,18 +304,10 @@ _COMPARE = "What is drawn on the host may only be compared there, as in `if torc
 _MOST_CONSTANTS = 64  # numbers
 
 
-def _explained(problem: Problem) -> Problem:
-    return problem._replace(advice=f"{problem.advice} {_COMPARE}")
-
-
 def _draws(op: Any, kwargs: Any, results: list[Tensor]) -> bool:
     """Return whether an operation draws from the default CPU generator."""
     seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return seeded and kwargs.get("generator") is None and bool(results) and all(map(_is_on_host, results))
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return seeded and kwargs.get("generator") is None and {tensor.device.type for tensor in results} == {"cpu"}
 
 
 def _is_repeatable(op: Any) -> bool:

@@ -3,6 +3,7 @@
 import dis
 import operator
 from collections.abc import Callable
+from functools import partialmethod
 from types import FrameType
 from typing import Any
 
@@ -53,32 +54,16 @@ class DrawnNumber(float):
 
     told: Compared
 
-    def _compare(self, other: Any, compare: Callable[[Any, Any], bool]) -> bool:
+    def _compare(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
         if type(other) not in (bool, int, float):
             self.told(compare, float("nan"))
             return compare(float(self), other)
         self.told(compare, other)
         return compare(float(self), other)
 
-    def __lt__(self, other: Any) -> bool:
-        return self._compare(other, operator.lt)
 
-    def __le__(self, other: Any) -> bool:
-        return self._compare(other, operator.le)
-
-    def __gt__(self, other: Any) -> bool:
-        return self._compare(other, operator.gt)
-
-    def __ge__(self, other: Any) -> bool:
-        return self._compare(other, operator.ge)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compare(other, operator.eq)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compare(other, operator.ne)
-
-    __hash__ = float.__hash__
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(DrawnNumber._compare, getattr(operator, _name)))
 
 
 def told_of(value: float, told: Compared) -> DrawnNumber:

@@ -17,7 +17,7 @@ from ..._torch.compile import COMPILER, never_compile_by_itself
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import TorchDispatchMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.modes import WatchingMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
 from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
@@ -80,7 +80,7 @@ def describe(findings: Sequence[Finding]) -> str:
     return "\n".join(rows)
 
 
-class Preflight(TorchDispatchMode):
+class Preflight(WatchingMode):
     """Context for a training step that finds what cannot be captured in it.
 
     It finds waits for the device, copies between host and device, and random numbers that a graph would freeze, in
@@ -216,7 +216,7 @@ class Preflight(TorchDispatchMode):
         undo.note(let_autograd_use_threads, uses_autograd_threads())
         let_autograd_use_threads(False)
         for owner, name in ENGINE_ENTRIES:
-            replace(undo, owner, name, self._backward_by(getattr(owner, name)))
+            replace(undo, owner, name, functools.partial(self._run_backward, getattr(owner, name)))
 
     def _watch_calls(self, undo: Undo) -> None:
         """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
@@ -300,13 +300,6 @@ class Preflight(TorchDispatchMode):
 
     # ---------------------------------------------------------------------------------------------------------- events
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it is. Otherwise torch.compile would run it eagerly, and compile no new code."""
-        return True
-
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation below autograd and report what is wrong with it."""
         kwargs = kwargs or {}
@@ -370,23 +363,19 @@ class Preflight(TorchDispatchMode):
             what = f"draws from {name}, {where}, and a graph would freeze the number"
             self._add(Problem(what, DRAW_ON_DEVICE, graph_only=True), self._user_line() or SourceLocation())
 
-    def _backward_by(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs autograd's engine, with hooks on the nodes that must run without this mode."""
-
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return engine(outputs, *args, **kwargs)
-            outer, self._stepped_aside = self._stepped_aside, False
-            found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
-            hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
-            try:
-                return engine(outputs, *args, **kwargs)
-            finally:
-                self._stepped_aside = outer
-                for hook in hooks:
-                    hook.remove()
-
-        return run
+    def _run_backward(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine, with hooks on the nodes that must run without this mode."""
+        if threading.get_ident() != self._thread:
+            return engine(outputs, *args, **kwargs)
+        outer, self._stepped_aside = self._stepped_aside, False
+        found = [(node, problem_of(node)) for node in graph_nodes(outputs)]
+        hooks = [hook for node, problem in found if problem for hook in self._step_aside(node, problem)]
+        try:
+            return engine(outputs, *args, **kwargs)
+        finally:
+            self._stepped_aside = outer
+            for hook in hooks:
+                hook.remove()
 
     def _step_aside(self, node: Any, problem: Problem) -> Iterator[Any]:
         """Yield hooks that let a node run without this mode, under which it would compute something else."""

@@ -27,12 +27,12 @@ class GeneratorWatch:
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
         self._generators = [torch.default_generator, *on_device, *generators]
-        self._last = self._start = [_state_of(generator) for generator in self._generators]
+        self._last = self._start = [_bytes(generator.get_state()) for generator in self._generators]
         self._read: set[bytes] = set()  # states that the step has read
 
     def was_set(self) -> bool:
         """Return whether a generator was set, other than by draws, since the last call of this function."""
-        before, self._last = self._last, [_state_of(generator) for generator in self._generators]
+        before, self._last = self._last, [_bytes(generator.get_state()) for generator in self._generators]
         looked_at = zip(self._generators, before, self._last, self._start, strict=True)
         return any(now != old and _is_set_back(generator, old, now, start) for generator, old, now, start in looked_at)
 
@@ -53,15 +53,11 @@ def _is_set_back(generator: torch.Generator, old: bytes, now: bytes, start: byte
     """Return whether no draw can have changed the state like this."""
     if generator.device.type != "cuda":
         # Compiled code and other threads may have drawn, so any state but that of a fresh seed may come from draws.
-        return now == _state_of(torch.Generator().manual_seed(generator.initial_seed()))
+        return now == _bytes(torch.Generator().manual_seed(generator.initial_seed()).get_state())
     seed, offset = now[:8], int.from_bytes(now[8:], "little")
     before, at_start = (int.from_bytes(state[8:], "little") for state in (old, start))
     # It may go back to an offset that it had within this step, as the step may have read that state.
     return seed != old[:8] or (offset < before and (offset < at_start or not offset))
-
-
-def _state_of(generator: torch.Generator) -> bytes:
-    return _bytes(generator.get_state())
 
 
 def _bytes(state: Tensor) -> bytes:

@@ -196,13 +196,12 @@ def _indexes(call: _OperationCall) -> Iterator[Problem]:
         if index.numel():
             yield from _copied(index, call.args[0], call.watched)
     masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    if masks and not (len(masks) == len(indices) == 1 and _is_fill(*call.args[2:])):
+    value, accumulate = (*call.args[2:4], None, False)[:2]  # of `index_put_`
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
+    # `x[mask] = value` is a `masked_fill_` then, as at::native::canDispatchToMaskedFill decides it.
+    is_fill = len(masks) == len(indices) == 1 and is_number and not accumulate
+    if masks and not is_fill:
         yield Problem("a boolean mask as an index waits for the device to count what it selects", _KEEP_SHAPE)
-
-
-def _is_fill(value: Any = None, accumulate: bool = False, *more: Any) -> bool:
-    """Return whether `x[mask] = value` is a `masked_fill_`, as at::native::canDispatchToMaskedFill decides it."""
-    return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu" and not accumulate
 
 
 def _copies(call: _OperationCall) -> Iterator[Problem]:
@@ -223,12 +222,12 @@ def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator
     if watched.device.type == "cpu" or not target.numel():
         return
     if kinds == (watched.device.type, "cpu"):
-        pinned = target.is_pinned()
+        pinned, kind = (True, "pinned") if target.is_pinned() else (False, "pageable")
         advice = "Keep it on the device, or return it in aux and copy it after the step."
         elsewhere = "Keep it on the device, or copy it after the step, to pinned memory with non_blocking=True."
-        yield Problem(f"copies from the device to {_memory(pinned)} memory", advice, elsewhere, graph_only=pinned)
+        yield Problem(f"copies from the device to {kind} host memory", advice, elsewhere, graph_only=pinned)
     elif kinds == ("cpu", watched.device.type):
-        pinned = source is not None and source.is_pinned()
+        pinned, kind = (True, "pinned") if source is not None and source.is_pinned() else (False, "pageable")
         if pinned and source is not None and is_bitmap_copy(source, watched.bitmaps):
             return
         advice = "Make the tensor on the device (torch.full, torch.arange) or before the step, or pass it in."
@@ -236,11 +235,7 @@ def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator
             "Make the tensor on the device (torch.full, torch.arange), or copy it from pinned memory with "
             "non_blocking=True, as ampkit.prefetch does with batches."
         )
-        yield Problem(f"copies from {_memory(pinned)} memory to the device", advice, elsewhere, graph_only=pinned)
-
-
-def _memory(pinned: bool) -> str:
-    return "pinned host" if pinned else "pageable host"
+        yield Problem(f"copies from {kind} host memory to the device", advice, elsewhere, graph_only=pinned)
 
 
 def _draws(call: _OperationCall) -> Iterator[Problem]:

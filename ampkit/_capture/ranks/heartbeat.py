@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ _FIRST_S, _FIRST_LOOKS = 0.05, 20  # the processes are to know each other soon
 _MOST_LOOKS_OFF = 32  # between two connections to a store that does not answer
 
 
+@dataclass(eq=False)
 class Peer:
     """Another rank.
 
@@ -44,12 +46,11 @@ class Peer:
         silent_s: how long it has not beaten.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.process: PeerProcess | None = None
-        self.left = False
-        self.silent_s = 0.0
-        self._beat = b""
+    rank: int
+    process: PeerProcess | None = None
+    left: bool = False
+    silent_s: float = 0.0
+    _beat: bytes = b""
 
     def beats(self, beat: bytes) -> None:
         """Take note of what it has written last, in a look."""
@@ -124,7 +125,7 @@ class Heartbeat:
             self._word = ""
         elif follows and self._left:
             self._word = f"{self._left}, while rank {self._rank} needs it"
-            self._print(self._word)
+            print(f"ampkit, rank {self._rank}: {self._word}", file=sys.stderr, flush=True)
         else:
             self._word = f"rank {self._rank} ended: {described(error)}"
         self._wake.set()
@@ -237,9 +238,6 @@ class Heartbeat:
             return  # this rank has ended of itself
         self.lost = text
         self._told.set()
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         print(f"ampkit, rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def _interrupt(self) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +20,7 @@ _JOIN_S = 2.0
 _STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot write to
 
 
+@dataclass(eq=False)
 class Waiting:
     """What the calls of this process' steps wait for, as another thread sees it.
 
@@ -29,14 +31,13 @@ class Waiting:
         ending: whether this process releases its graphs, which waits for the device.
     """
 
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.calls = 0
-        self.thread = 0
-        self.ending = False
-        self._seen = -1
-        self._since: float | None = None
-        self._probe: threading.Thread | None = None
+    turns: list[Turn] = field(default_factory=list)
+    calls: int = 0
+    thread: int = 0
+    ending: bool = False
+    _seen: int = -1
+    _since: float | None = None
+    _probe: threading.Thread | None = None
 
     def seconds(self) -> float:
         """Return for how long this rank has been in one call, or the device in what was launched before."""

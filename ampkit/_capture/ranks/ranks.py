@@ -2,8 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch.ranks.sharding import ShardedModules
-from ..._undo import Undo
 from ..graph.turns import Turn
 from .heartbeat import Heartbeat, heartbeat_of
-from .job_end import Closable, close_before_end, keep_process_groups, tell_end
+from .job_end import keep_process_groups, tell_end
 from .reducers import Reducers
 from .shards import shard_groups
 
@@ -37,11 +36,13 @@ class Together(Enum):
     CALLS_ALONE = "calls alone"
 
 
+@dataclass(eq=False)
 class _Votes:
     """When ranks vote: in every call at first, later in few. All ranks count the same calls."""
 
-    def __init__(self) -> None:
-        self._calls = self._votes = self._quiet = 0
+    _calls: int = 0
+    _votes: int = 0
+    _quiet: int = 0
 
     def are_due(self, always: bool = False) -> bool:
         """Return whether to vote in this call. To be asked once in every call."""
@@ -82,6 +83,7 @@ class Ranks:
 
     Attributes:
         wrappers: the `DistributedDataParallel` modules of the model.
+        voting: whether the ranks vote in each call (True), in none (False), or in those that are due (None).
         reducers: what averages their gradients.
         shards: the modules of the model that `fully_shard` has wrapped.
         sharded: whether there are any such modules.
@@ -113,7 +115,7 @@ class Ranks:
         self._device = device
         self.together: bool = not self.several
         self._votes, self._votes_together = _Votes(), _Votes()
-        self._voting: bool | None = None  # in each call, in none; None: as `_votes` says
+        self.voting: bool | None = None
         self.exchanges: bool = False
         self._draws = False  # whether this rank has told of draws
         self._exchanged = self._all_know = False  # in this call
@@ -189,7 +191,7 @@ class Ranks:
         self._exchanged = self._all_know = False
         self._begin_call()
         self.together = False
-        if self._voting is False or not self._votes.are_due(always=self._voting is True):
+        if self.voting is False or not self._votes.are_due(always=self.voting is True):
             return False, True
         begins = self._votes.is_first and not (settled or replays)
         votes = self._all(wants, can, settled, begins, replays, not self._draws)
@@ -217,7 +219,7 @@ class Ranks:
 
         Sync: waits for the device, if ranks exchange outcomes.
         """
-        if not self.exchanges or self._voting is False:  # others may launch several calls at once
+        if not self.exchanges or self.voting is False:  # others may launch several calls at once
             return None
         self.reducers.refuse_unfinished()
         self._exchanged = True
@@ -259,14 +261,6 @@ class Ranks:
             return Together.CAPTURE
         return alone if all_either else Together.CALLS
 
-    @contextmanager
-    def voting(self, always: bool) -> Iterator[None]:
-        """Context of calls in which the ranks vote each time, or never."""
-        with Undo() as undo:
-            undo.note(setattr, self, "_voting", None)
-            self._voting = always
-            yield
-
     def agree(self, yes: bool) -> bool:
         """Return whether every rank says yes, in a call in which all of them ask. Waits for the device."""
         return self._all(yes)[0] if self.several else yes
@@ -307,11 +301,6 @@ class Ranks:
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-
-    def close_before_end(self, graphs: Closable) -> None:
-        """Have the graphs released before the process group is destroyed."""
-        if self.several:
-            close_before_end(graphs)
 
 
 _DIGEST = 6  # bytes of a rank's number: the sum over 32768 ranks fits into 63 bits

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .bits import bits
 from .state import TrainingState
 
 
+@dataclass(eq=False)
 class Writes:
     """Which tensors of the state the calls of one layout change, by path.
 
@@ -21,10 +23,9 @@ class Writes:
         known: whether a call was noted.
     """
 
-    def __init__(self) -> None:
-        self.known: bool = False
-        self._paths: set[str] = set()
-        self._copies: list[_FlagCopy] = []
+    known: bool = False
+    _paths: set[str] = field(default_factory=set)
+    _copies: "list[_FlagCopy]" = field(default_factory=list)
 
     @contextmanager
     def noted(self, state: TrainingState) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The settings of a call and the memory of the state: what has changed, and what to write instead."""
 
 import itertools
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
@@ -39,6 +40,7 @@ class Change(NamedTuple):
     of_optimizer: bool = False
 
 
+@dataclass(eq=False)
 class SettingsHistory:
     """Compares the settings, and the memory of the state, with those of the call before.
 
@@ -50,13 +52,13 @@ class SettingsHistory:
         generation: that of the last call; None before the first one.
     """
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-        self.generation: Generation | None = None
-        self._settings: dict[int, Settings] = {}
-        self._numbers = itertools.count()
-        self._replacements, self._replaced = 0, ""
-        self.number = 0
+    _state: TrainingState
+    generation: Generation | None = None
+    _settings: dict[int, Settings] = field(default_factory=dict)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _replacements: int = 0
+    _replaced: str = ""
+    number: int = 0
 
     @property
     def call_settings(self) -> CallSettings:

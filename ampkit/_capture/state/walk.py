@@ -4,6 +4,7 @@ import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +15,11 @@ from ..._torch.tensors.tensors import local_shard
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
+@dataclass(eq=False, repr=False)
 class Objects:
     """A list of objects, compared by identity. It keeps them alive, so that no other object gets the same identity."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        self.objects = objects
+    objects: Sequence[Any]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Objects) and self.are(other.objects)
@@ -62,7 +63,9 @@ class Walk:
         )
         self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
         self.is_split: bool = any(local_shard(tensor) is not tensor for tensor in self.tensors)
-        self._names = self._paths()  # now, because the tables may change
+        owners = (path for path in self.paths() for _ in range(3))  # three tables each
+        # Now, because the tables may change.
+        self._names = [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
 
     def local(self) -> list[Tensor]:
         """Return the tensors; of a DTensor this process's part. Aliasing: the list may be that of `tensors`."""
@@ -114,10 +117,6 @@ class Walk:
             if old is not now:
                 return f"{new_name} was replaced"
         return "a parameter, buffer or module was added or removed"
-
-    def _paths(self) -> list[str]:
-        owners = (path for path in self.paths() for _ in range(3))  # three tables each
-        return [f"{owner}.{key}" for owner, table in zip(owners, self.tables, strict=True) for key in table]
 
 
 def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:

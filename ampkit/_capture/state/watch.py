@@ -383,13 +383,6 @@ def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
     return lambda objects: at(id(objects) + _HEAD).raw
 
 
-def _reads_tuples() -> bool:
-    """Return whether `_pointers_of` works in this interpreter."""
-    tuples: list[tuple[Any, ...]] = [(), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100)))]
-    reads = (_pointers_of(len(objects))(objects) == _ids(objects) for objects in tuples)  # in CPython only
-    return sys.implementation.name == "cpython" and all(reads)
-
-
 def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
     """Return a function that returns the identities of the objects in a tuple of that length."""
     return _pointers_of(count) if _READS_TUPLES else _ids
@@ -397,7 +390,11 @@ def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _HEAD = tuple.__basicsize__  # bytes in front of the items
-_READS_TUPLES = _reads_tuples()
+_TRIED: tuple[tuple[Any, ...], ...] = ((), (None,), (True, _ids, "", 1.5), tuple(map(object.__class__, range(100))))
+# Whether `_pointers_of` works in this interpreter. In others than CPython it is not tried.
+_READS_TUPLES = sys.implementation.name == "cpython" and all(
+    _pointers_of(len(objects))(objects) == _ids(objects) for objects in _TRIED
+)
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
 # The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.

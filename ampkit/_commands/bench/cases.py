@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,15 +134,9 @@ def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int
     generator = torch.Generator().manual_seed(seed)
     batches = [(inputs(generator), targets(generator)) for _ in range(count)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
-    with _seeded(seed):
-        return Case(_loss, build(), optimizer, batches)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        yield
+        return Case(_loss, build(), optimizer, batches)
 
 
 # ---------------------------------------------------------------------------------------------------------- classifiers
@@ -301,7 +294,8 @@ def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int 
     Raises:
         CaseError: if the function returned something else, which the message names.
     """
-    with _seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         made = function(batch) if takes_batch_size(function) else function()
     if not isinstance(made, tuple) or len(made) != 4:
         raise CaseError(f"{name} returned {type_text(made)}, expected {RETURNED}.")

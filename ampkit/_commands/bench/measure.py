@@ -104,7 +104,8 @@ def _measure_all(job: Job, keys: Sequence[str], run: _Run) -> None:
     expected = None if case is None else Expectations(case, run.setting, run.plan, run.figures.notes)
     for key in keys:
         run.progress.show(f"{job.model}, batch {result.batch}: {key}")
-        row = Row(key, VARIANTS[key].label_on(run.setting.device), error=errors[key] or no_case or run.over())
+        label, on_cpu = VARIANTS[key].label, run.setting.device.type != "cuda" and VARIANTS[key].on_cpu
+        row = Row(key, on_cpu or label, error=errors[key] or no_case or run.over())
         if case is not None and expected is not None and not row.error:
             with run.caches.of(result.model, result.batch, row.variant):
                 problem = measure(row, case, run.setting, run.plan, expected)

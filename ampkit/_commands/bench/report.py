@@ -361,15 +361,6 @@ class Sweep:
         saved = zip(self.points, self.shares, strict=True)
         return [batch for (batch, _, _), share in saved if share is not None and share < NULL_REGION]
 
-    @property
-    def only_eager_fits(self) -> list[int]:
-        """The batch sizes at which the captured step ran out of memory and the eager one did not."""
-        return [
-            batch
-            for batch, eager, captured in self.points
-            if eager.ms is not None and captured.error.startswith(OUT_OF_MEMORY)
-        ]
-
 
 def sweeps(figures: Figures) -> list[Sweep]:
     """Return a sweep for each model that was measured at several batch sizes, both captured and eagerly."""
@@ -403,7 +394,12 @@ def _sweep_table(sweep: Sweep) -> str:
         lines.append(
             f"No null region: the capture saves {least} of a step or more at each batch size where both have a time."
         )
-    if not sweep.emulated and (sizes := ", ".join(map(str, sweep.only_eager_fits))):
+    full = [
+        str(batch)
+        for batch, eager, captured in sweep.points
+        if eager.ms is not None and captured.error.startswith(OUT_OF_MEMORY)
+    ]
+    if not sweep.emulated and (sizes := ", ".join(full)):
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
     return "\n".join(lines)
 

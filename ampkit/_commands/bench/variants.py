@@ -1,17 +1,18 @@
 """The variants of a training step that are compared: torch's own, a capture made by hand, and ampkit's."""
 
 import copy
-import functools
 import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ..._batches.prefetch import prefetch
 from ..._capture.graph.graph import CudaGraph, Pool
@@ -84,18 +85,10 @@ class Variant:
     on_cpu: str = ""
     together: int = 1
 
-    def label_on(self, device: torch.device) -> str:
-        """Return its name in tables of this device."""
-        return self.label if device.type == "cuda" else self.on_cpu or self.label
-
 
 def _model(case: Case, setting: Setting) -> nn.Module:
     model = copy.deepcopy(case.model).to(setting.device, setting.policy.params).train()
     return setting.policy.apply(model) if setting.policy.modules else model
-
-
-def _scheduler(optimizer: torch.optim.Optimizer, setting: Setting) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.schedule)
 
 
 def feed(batches: Iterable[Batch], case: Case, setting: Setting) -> Iterable[Batch]:
@@ -136,7 +129,7 @@ def torch_amp(
     model = _model(case, setting)
     optimizer = case.optimizer(model.parameters(), **({"fused": True} if fused else {}))
     scaler = TorchScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling)
-    scheduler = _scheduler(optimizer, setting)
+    scheduler = CosineAnnealingLR(optimizer, setting.schedule)
     forward = torch.compile(model, mode=mode, dynamic=False) if mode else model
 
     def step(*batch: Any) -> Tensor:
@@ -158,22 +151,18 @@ def torch_amp(
     return _loop(step, case, setting)
 
 
-def _compiled(mode: str) -> Callable[[Case, Setting], Loop]:
-    return functools.partial(torch_amp, fused=True, mode=mode)
-
-
 # ------------------------------------------------------------------------------------------------------- made by hand
 
 
+@dataclass(eq=False)
 class _CaptureByHand:
     """Does three eager steps on a side stream, then captures and replays the step, as torch's documentation shows."""
 
-    def __init__(self, body: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._body = body
-        self._optimizer = optimizer
-        self._stream = torch.cuda.Stream()
-        self._eager_steps = 0
-        self._graph: CudaGraph | None = None
+    _body: Callable[[], Tensor]
+    _optimizer: torch.optim.Optimizer
+    _stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    _eager_steps: int = 0
+    _graph: CudaGraph | None = None
 
     def __call__(self, *_: Any) -> Tensor:
         """Do one step, on the batch that is part of the body."""
@@ -250,13 +239,13 @@ def _graphed(
         policy=policy,
         scaler=GradScaler(device.type, INIT_SCALE, enabled=policy.needs_scaling),
         max_norm=MAX_NORM,
-        scheduler=_scheduler(optimizer, setting),
+        scheduler=CosineAnnealingLR(optimizer, setting.schedule),
         on_failure="raise",
         graph="auto" if device.type == "cuda" else "emulate",
         compile=compile,
     )
     if scan:
-        decoding = case if case.decode is None else replace(case, decode=functools.partial(_decode_each, case.decode))
+        decoding = case if case.decode is None else replace(case, decode=partial(_decode_each, case.decode))
         loop = _loop(lambda *stacked: step.scan(*stacked).loss, decoding, setting, lambda: step.report().to_dict())
         return loop._replace(step=None)  # what a call takes on the host is no time of a step
     return _loop(lambda *batch: step(*batch).loss, case, setting, lambda: step.report().to_dict())
@@ -292,7 +281,7 @@ def _lightning(case: Case, setting: Setting) -> Loop:
 
         def configure_optimizers(self) -> Any:
             optimizer = case.optimizer(self.net.parameters(), fused=True)
-            return [optimizer], [{"scheduler": _scheduler(optimizer, setting), "interval": "step"}]
+            return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, setting.schedule), "interval": "step"}]
 
     class Losses(pl.Callback):
         def __init__(self, on_loss: OnLoss) -> None:
@@ -344,7 +333,7 @@ def _scan(compile: str | None = None) -> Variant:
     called = "graphed_step" if compile is None else f'graphed_step(compile="{compile}")'
     return Variant(
         f"{called}, scan of {_SCAN}",
-        functools.partial(_graphed, compile=compile, scan=True),
+        partial(_graphed, compile=compile, scan=True),
         needs_cuda=compile == "max",
         default=False,
         compiles=compile is not None,
@@ -359,18 +348,25 @@ VARIANTS: dict[str, Variant] = {
         on_cpu="float32, eager",
     ),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
-    "amp-fused": Variant("torch AMP, fused optimizer", functools.partial(torch_amp, fused=True), quick=True),
-    "compile": Variant("torch.compile", _compiled("default"), compiles=True),
+    "amp-fused": Variant("torch AMP, fused optimizer", partial(torch_amp, fused=True), quick=True),
+    "compile": Variant("torch.compile", partial(torch_amp, fused=True, mode="default"), compiles=True),
     "reduce-overhead": Variant(
-        "torch.compile reduce-overhead", _compiled("reduce-overhead"), needs_cuda=True, compiles=True
+        "torch.compile reduce-overhead",
+        partial(torch_amp, fused=True, mode="reduce-overhead"),
+        needs_cuda=True,
+        compiles=True,
     ),
     "max-autotune": Variant(
-        "torch.compile max-autotune", _compiled("max-autotune"), needs_cuda=True, default=False, compiles=True
+        "torch.compile max-autotune",
+        partial(torch_amp, fused=True, mode="max-autotune"),
+        needs_cuda=True,
+        default=False,
+        compiles=True,
     ),
     "bare": Variant("bare capture (*)", _bare, whole=False, needs_cuda=True, quick=True),
     "bare-compile": Variant(
         "bare capture, compiled (*)",
-        functools.partial(_bare, compiled=True),
+        partial(_bare, compiled=True),
         whole=False,
         needs_cuda=True,
         default=False,
@@ -379,19 +375,19 @@ VARIANTS: dict[str, Variant] = {
     "graphed": Variant("graphed_step", _graphed, quick=True, on_cpu="graphed_step, emulated"),
     "graphed-compile": Variant(
         "graphed_step + torch.compile",
-        functools.partial(_graphed, compiled=True),
+        partial(_graphed, compiled=True),
         compiles=True,
         on_cpu="graphed_step + torch.compile, emulated",
     ),
     "graphed-default": Variant(
         'graphed_step(compile="default")',
-        functools.partial(_graphed, compile="default"),
+        partial(_graphed, compile="default"),
         compiles=True,
         on_cpu='graphed_step(compile="default"), emulated',
     ),
     "graphed-max": Variant(
         'graphed_step(compile="max")',
-        functools.partial(_graphed, compile="max"),
+        partial(_graphed, compile="max"),
         needs_cuda=True,
         default=False,
         compiles=True,

@@ -21,7 +21,7 @@ from ..._capture.preflight.preflight import Finding, Preflight
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
-from ..._torch.tensors.modes import TorchDispatchMode
+from ..._torch.tensors.modes import WatchingMode
 from ..._torch.tensors.operators import call_from_binding
 from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
@@ -260,7 +260,7 @@ class _Autocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _KernelWatch(TorchDispatchMode):
+class _KernelWatch(WatchingMode):
     """Context that notes which operations of a step are imprecise, or differ from run to run.
 
     It hides all other warnings, which an earlier step has shown already.
@@ -293,13 +293,6 @@ class _KernelWatch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         with self._to_undo:
             super().__exit__(*error)  # type: ignore[no-untyped-call]  # not annotated in torch
-
-    supports_higher_order_operators = True  # torch.cond and flex_attention: their operations are hidden from modes
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let dynamo work as it does without this mode."""
-        return True
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

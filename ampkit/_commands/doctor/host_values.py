@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class HostCallRecorder(TorchFunctionMode):
             for owner, name in ENGINE_ENTRIES:
                 original = getattr(owner, name)
                 entered.callback(setattr, owner, name, original)
-                setattr(owner, name, self._with_mode_on(original))
+                setattr(owner, name, partial(self._with_mode_on, original))
             self._to_undo = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self
@@ -94,19 +95,15 @@ class HostCallRecorder(TorchFunctionMode):
 
         return recorded
 
-    def _with_mode_on(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an entry to autograd's engine that keeps this mode on: torch turns it off inside `Tensor.backward`."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self in function_modes():
-                return engine(*args, **kwargs)
-            super(HostCallRecorder, self).__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
-            try:
-                return engine(*args, **kwargs)
-            finally:
-                super(HostCallRecorder, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]  # not annotated in torch
-
-        return run
+    def _with_mode_on(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an entry to autograd's engine, and keep this mode on: torch turns it off inside `Tensor.backward`."""
+        if self in function_modes():
+            return engine(*args, **kwargs)
+        super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # not annotated in torch
 
     def _record(self, name: str, args: Any, kwargs: Any) -> None:
         place = self._find_user_line()
@@ -153,9 +150,6 @@ def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterato
             return
         if left.values != right.values:
             pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
-            a, b = next((_short(a), _short(b)) for a, b in pairs if a != b)
+            different = next((a, b) for a, b in pairs if a != b)
+            a, b = (text if len(text) <= 60 else f"{text[:57]}..." for text in different)
             yield Difference(left.line, f"{left.name} takes {a} in one step and {b} in another")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

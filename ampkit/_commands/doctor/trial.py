@@ -64,7 +64,8 @@ class Origins(TorchFunctionMode):
 
         @functools.wraps(original)
         def __init__(thing: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of this name
-            self._note(thing)
+            if line := self._user_lines.line():
+                self._lines[thing] = line
             original(thing, *args, **kwargs)
 
         self._entered.callback(setattr, kind, "__init__", original)
@@ -73,13 +74,9 @@ class Origins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for thing in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(thing, Tensor):
-                self._note(thing)
+            if isinstance(thing, Tensor) and (line := self._user_lines.line()):
+                self._lines[thing] = line
         return result
-
-    def _note(self, thing: object) -> None:
-        if line := self._user_lines.line():
-            self._lines[thing] = line
 
 
 @dataclass
@@ -136,7 +133,8 @@ class Trial:
     _next: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.step = self._step(self.subject.options)
+        subject, options = self.subject, {**self.subject.options, "graph": "off"}
+        self.step = graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
         self.why_apart = why_not_capturable(self.subject.optimizer)
         scheduled = self.subject.options.get("scheduler") is not None
         self.may_be_constant = bool(self.why_apart) and may_be_constant(self.subject.optimizer) and not scheduled
@@ -147,10 +145,6 @@ class Trial:
         if not self.kept:
             raise ValueError("there is no batch")
         self._next = itertools.cycle(range(len(self.kept)))
-
-    def _step(self, options: dict[str, Any]) -> GraphedStep:
-        subject = self.subject
-        return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **{**options, "graph": "off"})
 
     def _keep(self, batch: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
@@ -171,8 +165,9 @@ class Trial:
 
     def with_options(self, **options: Any) -> "Trial":
         """Return this trial with other options of `graphed_step`."""
-        other = copy.copy(self)
-        other.step = self._step({**self.subject.options, **options})
+        other, subject = copy.copy(self), self.subject
+        options = {**subject.options, **options, "graph": "off"}
+        other.step = graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
         return other
 
     def run(self, *, recorded: bool = False) -> None:

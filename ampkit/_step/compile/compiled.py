@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -363,6 +364,7 @@ class CompiledTrainingStep(TrainingStep):
             print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
+@dataclass(eq=False)
 class CompiledLayout:
     """What is known of one layout of the batch.
 
@@ -376,14 +378,13 @@ class CompiledLayout:
         breaks: its graph breaks, in words.
     """
 
-    def __init__(self, weights: WorkingWeights) -> None:
-        self.weights = weights
-        self.phases: set[Phase] = set()
-        self.constant: set[int] = set()
-        self.call: Callable[..., Any] | None = None
-        self.ready = False
-        self.problem = ""
-        self.breaks: list[str] = []
+    weights: WorkingWeights
+    phases: set[Phase] = field(default_factory=set)
+    constant: set[int] = field(default_factory=set)
+    call: Callable[..., Any] | None = None
+    ready: bool = False
+    problem: str = ""
+    breaks: list[str] = field(default_factory=list)
 
 
 def compiled_around(

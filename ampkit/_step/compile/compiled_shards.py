@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,7 @@ class CompiledShards:
         return Snapshot(state, self._generators, leaves, on_host=True)
 
 
+@dataclass(eq=False)
 class _ModelCalls:
     """The calls of a model in a loss, so that the loss can be called again without them.
 
@@ -162,11 +164,10 @@ class _ModelCalls:
         has_raised: whether one of them has raised an error.
     """
 
-    def __init__(self) -> None:
-        self._made: list[tuple[Any, Snapshot]] = []  # what each has returned, and the state behind it
-        self._left: list[tuple[Any, Snapshot]] = []  # those to repeat
-        self._within = False
-        self.has_raised = False
+    _made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
+    _left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those to repeat
+    _within: bool = False
+    has_raised: bool = False
 
     def make(self, call: Callable[[], Any], snapshot: Callable[[], Snapshot]) -> Any:
         """Return what the call returns, or has returned at this place."""

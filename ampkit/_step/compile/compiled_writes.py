@@ -3,6 +3,7 @@
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ def why_failed(error: Exception) -> str:
     return f"torch.compile failed: {error_line(cause) if str(cause).strip() else type(cause).__name__ + where}"
 
 
+@dataclass(eq=False)
 class CompiledWrites:
     """Writes working weights in one kernel with as many blocks as fit.
 
@@ -39,11 +41,10 @@ class CompiledWrites:
         problem: why torch's kernel is used; "" if it is not.
     """
 
-    def __init__(self, compiler: Compiler, where: str, *, raises: bool) -> None:
-        self._compiler = compiler
-        self._where = where
-        self._raises = raises
-        self.problem = ""
+    _compiler: Compiler
+    _where: str
+    raises: bool = field(kw_only=True)
+    problem: str = ""
 
     def writer(self) -> Callable[[list[Any], list[Any]], None]:
         """Return a function that writes the weights of a second list to the copies in the first one."""
@@ -56,7 +57,7 @@ class CompiledWrites:
                 except Exception as error:  # nothing is lost: all copies are written again
                     problem = why_failed(error)
                     text = f"{self._where}: not compiled: working weights, since {problem}."
-                    if self._raises:
+                    if self.raises:
                         raise CaptureError(text) from error
                     self.problem = problem  # from now on, so that there is one warning
                     warnings.warn(f"{text} {GOES_ON}", AmpkitWarning, stacklevel=users_level())

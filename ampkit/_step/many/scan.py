@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..._capture.host.constants import are_same
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._optimizer.param_groups import CapturableGroups, RateTable
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
 from ..window import Window
@@ -27,6 +28,7 @@ Rates = Sequence[Any]  # by param group
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
 
 
+@dataclass(frozen=True, eq=False)
 class Windows:
     """Does whole windows of micro-batches with the slices of stacked inputs. This is what a graph records.
 
@@ -37,11 +39,10 @@ class Windows:
         size: how many micro-batches a window has.
     """
 
-    def __init__(self, call: Callable[..., PartOfStep], groups: CapturableGroups, table: RateTable, size: int) -> None:
-        self._call = call
-        self._groups = groups
-        self._table = table
-        self._size = size
+    _call: Callable[..., PartOfStep]
+    _groups: CapturableGroups
+    _table: RateTable
+    _size: int
 
     def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StackedOutputs:
         """Do this many windows."""
@@ -201,7 +202,8 @@ class Scan:
         """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
         outs = []
         groups = self._groups.param_groups
-        with self._window.unscheduled(), Undo() as undo:
+        with Undo() as undo:
+            replace(undo, self._window, "after", None)
             for group in groups:
                 undo.note(group.update, dict(group))
             for window, of_groups in enumerate(rates):

@@ -1,6 +1,7 @@
 """The calls of a stack: one by one, or as a graph records them; and which phases the calls of a window have."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..window import Window
 from .stack import Stack, sliced
 
 
+@dataclass(eq=False)
 class Slices:
     """Makes the calls of stacks one by one, and learns by that which phases they have.
 
@@ -21,11 +23,10 @@ class Slices:
         size: how many micro-batches a window has.
     """
 
-    def __init__(self, window: Window, size: int) -> None:
-        self._window = window
-        self._size = size
-        self._phases: dict[tuple[Spec, bool], tuple[Phase, ...]] = {}
-        self._seen: list[Phase] = []  # in the window that the calls are in
+    _window: Window
+    _size: int
+    _phases: dict[tuple[Spec, bool], tuple[Phase, ...]] = field(default_factory=dict)
+    _seen: list[Phase] = field(default_factory=list)  # in the window that the calls are in
 
     def call(self, stack: Stack, i: int) -> StepOutput:
         """Make call i of a stack."""

@@ -1,6 +1,7 @@
 """All micro-batches of an optimizer step per call: one graph of the whole window, or its calls one by one."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..._batches.buckets import Buckets
@@ -11,7 +12,7 @@ from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Together
 from ..._errors import AmpkitError
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from ..window import Place, Window
 from .slices import Slices, micro_batches
@@ -22,6 +23,7 @@ SHORT = "flush of a short window"
 _ONE = range(1, 2)  # how many windows a graph may do
 
 
+@dataclass(frozen=True, eq=False)
 class OneWindow:
     """Does the micro-batches of one window. This is what a graph records.
 
@@ -31,10 +33,9 @@ class OneWindow:
         observed: whether the observer measures in them.
     """
 
-    def __init__(self, call: Callable[..., PartOfStep], size: int, observed: bool) -> None:
-        self._call = call
-        self._size = size
-        self._observed = observed
+    _call: Callable[..., PartOfStep]
+    _size: int
+    _observed: bool
 
     def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
         """Do the window. Return what its last call has returned, with the outputs of all of them."""
@@ -43,6 +44,7 @@ class OneWindow:
         return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))
 
 
+@dataclass(frozen=True, eq=False)
 class WholeWindow:
     """Does the calls of a window that it is given as a stack.
 
@@ -55,15 +57,12 @@ class WholeWindow:
         buckets: to pad each micro-batch to; None if they are not padded.
     """
 
-    def __init__(
-        self, engine: Engine, step: TrainingStep, window: Window, slices: Slices, size: int, buckets: Buckets | None
-    ) -> None:
-        self._engine = engine
-        self._step = step
-        self._window = window
-        self._slices = slices
-        self._size = size
-        self._buckets = buckets
+    _engine: Engine
+    _step: TrainingStep
+    _window: Window
+    _slices: Slices
+    _size: int
+    _buckets: Buckets | None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the micro-batches of a stack and the optimizer step behind them; return the outputs as one."""
@@ -136,6 +135,7 @@ class WholeWindow:
 
                 return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)
         if way in (Together.CALLS, Together.CALLS_ALONE):
-            with self._step.ranks.voting(always=way is Together.CALLS):
+            with Undo() as undo:
+                replace(undo, self._step.ranks, "voting", way is Together.CALLS)
                 return self._one_by_one(stack)
         return self._one_by_one(stack)

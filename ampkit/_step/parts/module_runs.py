@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ class ModuleRun(nn.Sequential):
     """Neighbours in an `nn.Sequential`, as a module of its own. Only its `forward` is called."""
 
 
+@dataclass(frozen=True, eq=False)
 class ModuleRuns:
     """The runs of neighbours in modules of a model. While they are installed, each run is called as one module.
 
@@ -28,9 +30,8 @@ class ModuleRuns:
         units: as given.
     """
 
-    def __init__(self, units: dict[nn.Sequential, list[nn.Module]], names: dict[nn.Sequential, str]) -> None:
-        self.units = units
-        self._names = names
+    units: dict[nn.Sequential, list[nn.Module]]
+    _names: dict[nn.Sequential, str]
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the runs, each with a name that reads like a slice of its `nn.Sequential`."""

@@ -161,7 +161,8 @@ class Survey:
             for name, module in self._modules:
                 replace_forward(undo, module, self._watched(module, name, module.forward))
             for owner, name in ENGINE_ENTRIES:
-                replace(undo, owner, name, self._looking_at(getattr(owner, name)))
+                run = partial(self._run_engine, threading.get_ident(), getattr(owner, name))
+                replace(undo, owner, name, run)
             with self._preflight:
                 yield
 
@@ -316,7 +317,7 @@ class Survey:
 
     def _owners(self, node: Any) -> Iterator[ModuleCall]:
         """Yield the calls in whose forward an autograd node was made, the innermost first."""
-        if node is None or _is_leaf(node):
+        if node is None or node.name() == _ACCUMULATES:
             return
         number = sequence_number(node)
         for call in reversed(self.calls):
@@ -325,16 +326,11 @@ class Survey:
 
     # ----------------------------------------------------------------------------------------------- autograd graph
 
-    def _looking_at(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs autograd's engine, and looks at each autograd graph before that."""
-        thread = threading.get_ident()
-
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
-                self._look_at_graph(outputs)
-            return engine(outputs, *args, **kwargs)
-
-        return run
+    def _run_engine(self, thread: int, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd's engine. In this thread, look at each autograd graph before that."""
+        if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
+            self._look_at_graph(outputs)
+        return engine(outputs, *args, **kwargs)
 
     def _look_at_graph(self, outputs: Sequence[Any]) -> None:
         """Look at how gradients get into the calls and out of them in a backward that begins with these outputs."""
@@ -371,13 +367,12 @@ def advice_on(thing: object) -> str:
 # -------------------------------------------------------------------------------------------------------- what is equal
 
 
-def _is_leaf(node: Any) -> bool:
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
+_ACCUMULATES = "torch::autograd::AccumulateGrad"  # name of the node of a leaf
 
 
 def _key(node: Any) -> int:
     """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
-    return id(node.variable) if _is_leaf(node) else -1 - sequence_number(node)
+    return id(node.variable) if node.name() == _ACCUMULATES else -1 - sequence_number(node)
 
 
 def _entry_of(leaf: Any) -> Any:

@@ -196,7 +196,9 @@ class _GraphedModule:
         if _context() != self._context:
             return "settings of torch have changed"
         # A line of the step may have changed the module since the call began.
-        return "" if self._walk.is_current() and _held_of(self._walk) == self._held else _OTHER_STATE
+        walk = self._walk
+        held = walk.is_current() and (walk.addresses(), walk.layouts(), walk.flags()) == self._held
+        return "" if held else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
         """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
@@ -215,7 +217,8 @@ class _GraphedModule:
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
                 self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
                 self._context, self._walk = _context(), Walk({"": module})
-                self._held = _held_of(self._walk)
+                # What the graphs hold of the module, beside the objects.
+                self._held = self._walk.addresses(), self._walk.layouts(), self._walk.flags()
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
@@ -233,11 +236,6 @@ class _GraphedModule:
 
 _OTHER_STATE = "it has other parameters, strides, modes or requires_grad than when it was captured"
 CHANGED = "a hook was registered in a captured module, or removed, or a module was given another forward"
-
-
-def _held_of(walk: Walk) -> tuple[list[Any], ...]:
-    """Return what the graphs of a module hold of it, beside the objects."""
-    return walk.addresses(), walk.layouts(), walk.flags()
 
 
 def _context() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..._capture.engine.engine import Engine
-from ..._capture.engine.layouts import IN_PARTS, Layout
+from ..._capture.engine.layouts import IN_PARTS, Layout, Splitter
 from ..._capture.engine.options import Options
 from ..._capture.graph.capture_query import captures
 from ..._capture.graph.timing import Clock, Durations, Shares
@@ -29,6 +29,7 @@ from .split_update import Update
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
+_MODEL = "the model"  # the module at the path ""
 _SURVEYED = "looking for modules to capture"
 _NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
 NamedModules = Callable[[], Iterable[tuple[str, nn.Module]]]
@@ -44,7 +45,7 @@ class Divided(Protocol):
         """Do what comes before the update of the parameters, if that is a part of its own."""
 
 
-class StepSplitter:
+class StepSplitter(Splitter):
     """Does the steps in parts whose layout cannot be captured as a whole.
 
     Args:
@@ -83,7 +84,7 @@ class StepSplitter:
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
 
-    # ------------------------------------------------------------------------------------------------- the protocol
+    # ------------------------------------------------------------------------------------------------- of a splitter
 
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
@@ -299,7 +300,7 @@ class Split:
 
     def _no_module(self) -> str:
         assert self._choice is not None  # or nothing is known
-        reasons = [f"{_shown(name)}: {why}" for name, why in self._choice.reasons.items()]
+        reasons = [f"{name or _MODEL}: {why}" for name, why in self._choice.reasons.items()]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 
@@ -330,7 +331,7 @@ class Split:
             return ""
         self._said = True
         names = dict.fromkeys(call.name for calls in self._choice.calls.values() for call in calls.values())
-        named = [*map(_shown, names), *filter(None, [self._update.name])]
+        named = [*(name or _MODEL for name in names), *filter(None, [self._update.name])]
         if len(named) == 1:
             what = f"{named[0]} gets graphs of its own"
         else:
@@ -352,16 +353,16 @@ class Split:
             return [], []
         reports = self._parts.reports()
         calls = Counter(part.module for part in reports)
-        names = [_shown(name) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
+        names = [(name or _MODEL) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
         reasons = self._choice.reasons
-        within = [_shown(name) for name, why in reasons.items() if why in self._lines]
+        within = [name or _MODEL for name, why in reasons.items() if why in self._lines]
         words = [f"cannot be captured: {line}" for line in self._lines]
         if within:
             who = "it contains" if len(within) == 1 else "they contain"
             words.append(f"eager: {', '.join(within)}: {who} such a line")
-        words += [f"eager: {_shown(name)}: {why}" for name, why in reasons.items() if why not in self._lines]
+        words += [f"eager: {name or _MODEL}: {why}" for name, why in reasons.items() if why not in self._lines]
         for part in reports:
-            words += [f"eager x{count}: {_shown(part.module)}: {reason}" for reason, count in part.eager.items()]
+            words += [f"eager x{count}: {part.module or _MODEL}: {reason}" for reason, count in part.eager.items()]
         return [f"captured by itself: {', '.join(names) or 'no module'}"], words
 
 
@@ -373,8 +374,3 @@ def why_not_compiled_in_parts(compile: str | None) -> str:
 def is_timed(options: Options) -> bool:
     """Return whether calls are timed. Those with emulated graphs are slower than eager ones."""
     return options.graph == "auto"
-
-
-def _shown(path: str) -> str:
-    """Return how messages call the module at a path."""
-    return path or "the model"

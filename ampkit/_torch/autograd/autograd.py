@@ -129,11 +129,6 @@ def output_hooks(node: Any) -> list[tuple[int, Callable[[Tensor | None], Tensor 
     return [(i, hook) for i, hooks in noted.items() for hook in list(hooks.values())]
 
 
-def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Return whether a leaf has hooks that run before or after its gradient is accumulated."""
-    return bool(leaf_hooks(leaf) or post_accumulate_hooks(leaf))
-
-
 _next_sequence_number = private(torch.autograd, "_get_sequence_nr")
 
 

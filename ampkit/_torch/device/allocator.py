@@ -64,7 +64,8 @@ def allocator_history(entries: int) -> Iterator[None]:
 allocator_snapshot: Callable[[], dict[str, Any]] = private(torch.cuda.memory, "_snapshot")
 
 
-def allocator_pages(snapshot: dict[str, Any]) -> dict[str, str]:
-    """Return torch's own HTML pages of a snapshot, by name. A browser needs the network to show them."""
+def allocator_pages(snapshot: dict[str, Any]) -> dict[str, bytes]:
+    """Return torch's own HTML pages of a snapshot, by file name. A browser needs the network to show them."""
     viz = private(torch.cuda, "_memory_viz")
-    return {"trace": private(viz, "trace_plot")(snapshot), "segments": private(viz, "segment_plot")(snapshot)}
+    trace, segments = private(viz, "trace_plot")(snapshot), private(viz, "segment_plot")(snapshot)
+    return {"trace.html": trace.encode(), "segments.html": segments.encode()}

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ def record_run(fn: Callable[[], Any], model: nn.Module | None, parts: Sequence[A
     return {which: HostCopy(tensor.detach().to("cpu", copy=True), tensor.device) for which, tensor in tensors.items()}
 
 
+@dataclass(eq=False)
 class OutputHooks:
     """Copies the outputs of modules and the gradients of these outputs, on their device, when they are computed.
 
@@ -69,11 +71,10 @@ class OutputHooks:
         tensors: the copies, in the order in which they were computed.
     """
 
-    def __init__(self) -> None:
-        self.tensors: dict[TensorId, Tensor] = {}
-        self._calls: Counter[str] = Counter()
-        self._last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
-        self._handles = ExitStack()
+    tensors: dict[TensorId, Tensor] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
+    _handles: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
     def on(self, model: nn.Module | None) -> Iterator[None]:

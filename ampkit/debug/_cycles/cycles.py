@@ -52,6 +52,7 @@ class Cycle:
         return "\n".join([*lines, *(f"  at {line}" for line in self.lines), f"  {self.advice}"])
 
 
+@dataclass(eq=False, repr=False)
 class Cycles:
     """Context that finds the tensors that only reference cycles keep alive. `ampkit.debug.cycles()` makes it.
 
@@ -61,12 +62,11 @@ class Cycles:
         tensors: how many tensors they keep alive. Tensors that share memory count once.
     """
 
-    def __init__(self) -> None:
-        self.found: tuple[Cycle, ...] = ()
-        self.bytes: int = 0
-        self.tensors: int = 0
-        self._before = (False, 0)  # whether the collector was enabled, and its flags
-        self._garbage = 0  # length of gc.garbage at the start
+    found: tuple[Cycle, ...] = ()
+    bytes: int = 0
+    tensors: int = 0
+    _before: tuple[bool, int] = (False, 0)  # whether the collector was enabled, and its flags
+    _garbage: int = 0  # length of gc.garbage at the start
 
     def __enter__(self) -> "Cycles":
         gc.collect()

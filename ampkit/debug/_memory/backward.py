@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -37,6 +38,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # name of the node that add
 _SOLE_OWNER_REFERENCES = 3
 
 
+@dataclass(eq=False)
 class _Saved:
     """What stands for a tensor that a node has saved for backward. It is dropped when the node has run.
 
@@ -45,9 +47,9 @@ class _Saved:
         unpack: the unpack hook, None for the tensor itself.
     """
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None = None) -> None:
-        self.packed, self.unpack = packed, unpack
-        self.is_dropped = False
+    packed: Any
+    unpack: Callable[[Any], Tensor] | None = None
+    is_dropped: bool = False
 
     def drop(self) -> None:
         """Keep nothing any more: the closure of a checkpoint's hook has the arguments of the function."""
@@ -55,6 +57,7 @@ class _Saved:
         self.is_dropped = True
 
 
+@dataclass(eq=False)
 class _PythonEngine:
     """Runs the backward passes in `without_engine`.
 
@@ -62,10 +65,10 @@ class _PythonEngine:
         on_node: called with each node before it runs, and with None after it.
     """
 
-    def __init__(self, on_node: Callable[[Any], object]) -> None:
-        self._on_node = on_node
-        self._saved: dict[int, list[weakref.ref[_Saved]]] = {}  # by the sequence number of the node
-        self._callbacks: list[list[Callable[[], object]]] = []  # of each backward that runs, the outermost first
+    _on_node: Callable[[Any], object]
+    _saved: dict[int, list[weakref.ref[_Saved]]] = field(default_factory=dict)  # by the sequence number of the node
+    # Of each backward that runs, the outermost first.
+    _callbacks: list[list[Callable[[], object]]] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> _Saved:
         """Keep a tensor that the newest node of the graph saves."""
@@ -140,7 +143,9 @@ class _PythonEngine:
 
     def _run_nodes(self, task: "_GraphTask", release: Callable[[Any], object]) -> None:
         for node, arrived in task:
-            _call_output_hooks(node, arrived)  # before the node counts as running, as in the engine
+            for i, hook in output_hooks(node):  # before the node counts as running, as in the engine
+                new = hook(arrived[i])
+                arrived[i] = arrived[i] if new is None else new
             self._on_node(node)
             task.run_node(node, arrived, release)
             self._on_node(None)
@@ -233,12 +238,6 @@ class _GraphTask:
                 if not self._dependencies[following]:
                     self._push(following)
             del grad
-
-
-def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:
-    for i, hook in output_hooks(node):
-        new = hook(arrived[i])
-        arrived[i] = arrived[i] if new is None else new
 
 
 def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:

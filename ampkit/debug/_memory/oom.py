@@ -130,7 +130,7 @@ def snapshot(folder: str | os.PathLike[str], *, history: int = _HISTORY) -> Iter
     with _history(history):
         yield path
         taken = allocator_snapshot()
-    for name, data in _allocator_files(taken).items():
+    for name, data in {"snapshot.pickle": pickle.dumps(taken), **allocator_pages(taken)}.items():
         (path / name).write_bytes(data)
     (path / "blocks.txt").write_text(_block_table(taken), encoding="utf-8")
 
@@ -195,7 +195,7 @@ def _write_parts(report: _OomReport, error: BaseException, profile: MemoryProfil
         with report.part("the allocator's snapshot"):
             taken = allocator_snapshot()  # first, before anything below changes it
             sections["Alive in the CUDA allocator, by the line that made it"] = _block_table(taken)
-            for name, data in _allocator_files(taken).items():
+            for name, data in {"snapshot.pickle": pickle.dumps(taken), **allocator_pages(taken)}.items():
                 report.write(name, data)
         with report.part("the summary of CUDA's memory"):
             sections["CUDA's memory"] = _cuda_summary()
@@ -259,11 +259,6 @@ def _rank() -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- the allocator
-
-
-def _allocator_files(taken: dict[str, Any]) -> dict[str, bytes]:
-    pages = {f"{name}.html": page.encode() for name, page in allocator_pages(taken).items()}
-    return {"snapshot.pickle": pickle.dumps(taken), **pages}
 
 
 def _block_table(taken: Mapping[str, Any]) -> str:

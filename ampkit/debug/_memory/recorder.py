@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, overload
 
@@ -17,22 +18,17 @@ from .categories import MemoryTracker
 from .profile import MemoryProfile
 
 
+@dataclass(eq=False, repr=False)
 class Recorded:
     """Context that records what holds the memory of a device. `memory` makes it, and it can be entered once."""
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        optimizers: Sequence[torch.optim.Optimizer],
-        inputs: Any,
-        device: torch.device,
-        label: str,
-    ) -> None:
-        self._parts = model, optimizers, inputs
-        self._device = device
-        self._label = label
-        self._tracker: MemoryTracker | None = None
-        self._profile: MemoryProfile | None = None
+    _model: nn.Module | None
+    _optimizers: Sequence[torch.optim.Optimizer]
+    _inputs: Any
+    _device: torch.device
+    _label: str
+    _tracker: MemoryTracker | None = None
+    _profile: MemoryProfile | None = None
 
     def __enter__(self) -> "Recorded":
         self._enter(sys._getframe(1))
@@ -51,7 +47,7 @@ class Recorded:
         if self._tracker is not None:
             raise ValueError("debug.memory: this context was entered before. Make a new one: debug.memory(model, ...).")
         allocator = RoundingAllocator() if self._device.type == "cuda" else Allocator()
-        self._tracker = MemoryTracker(self._device, *self._parts, frame, allocator)
+        self._tracker = MemoryTracker(self._device, self._model, self._optimizers, self._inputs, frame, allocator)
         self._tracker.__enter__()
         return self._tracker
 

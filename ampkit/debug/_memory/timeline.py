@@ -1,7 +1,7 @@
 """What was alive when: allocations and frees in the order in which they happened, made into a profile at the end."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class _SizeChange(NamedTuple):
     bytes: int
 
 
+@dataclass(eq=False)
 class Timeline:
     """Allocations over time.
 
@@ -56,12 +57,11 @@ class Timeline:
         marks: where steps and their phases begin.
     """
 
-    def __init__(self) -> None:
-        self.level = 0
-        self.marks: list[Mark] = []
-        self._start = 0.0
-        self._existing: list[tuple[Allocation, int]] = []
-        self._changes: list[_SizeChange] = []
+    level: int = 0
+    marks: list[Mark] = field(default_factory=list)
+    _start: float = 0.0
+    _existing: list[tuple[Allocation, int]] = field(default_factory=list)
+    _changes: list[_SizeChange] = field(default_factory=list)
 
     def start(self) -> None:
         """Begin to count the time."""

@@ -1,11 +1,14 @@
 """Memory of a CUDA device that belongs to no tracked tensor: workspaces of libraries, and pools of CUDA graphs."""
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from ..._torch.tensors.tensors import storage_address
 
 
+@dataclass(eq=False)
 class UntrackedMemory:
     """Reads from the statistics of a CUDA device what the results of operations do not account for.
 
@@ -13,10 +16,10 @@ class UntrackedMemory:
         device: with its index.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._allocated = self._tracked = 0  # where the operation began
-        self._pool_segments: list[tuple[int, int]] = []  # address and size
+    _device: torch.device
+    _allocated: int = 0  # where the operation began
+    _tracked: int = 0
+    _pool_segments: list[tuple[int, int]] = field(default_factory=list)  # address and size
 
     def begin_operation(self, tracked: int) -> bool:
         """Read the statistics before an operation. Return False, and do nothing, where it is being captured.

@@ -1,16 +1,17 @@
 """How the host reads the device without waiting: copies are started, and looked at once they have arrived."""
 
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class AsyncCopies:
     """Copies from the device to the host, in the order in which they were started."""
 
-    def __init__(self) -> None:
-        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+    _pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
 
     def __len__(self) -> int:
         return len(self._pending)

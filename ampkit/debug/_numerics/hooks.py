@@ -46,14 +46,16 @@ class ModelHooks:
         self.compiled: list[str] = []
         self.root = type(unwrapped(model)).__name__
         self._collect(unwrapped(model), "")
-        self._params = {param: _plain_name(name) for name, param in unwrapped(model).named_parameters()}
+        self._params = {param: name.replace(_COMPILED, "") for name, param in unwrapped(model).named_parameters()}
         self.tensors = [MeasuredTensor(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
-        self.tensors += [MeasuredTensor(name, "gradient", self._owner(name)) for name in self._params.values()]
+        owners = {name: name.rpartition(".")[0] or self.root for name in self._params.values()}
+        self.tensors += [MeasuredTensor(name, "gradient", owner) for name, owner in owners.items()]
         self._row = {(tensor.name, tensor.what): row for row, tensor in enumerate(self.tensors)}
         self.parameters: dict[str, dict[str, int]] = {}
         for full_name, param in unwrapped(model).named_parameters(remove_duplicate=False):
-            name = _plain_name(full_name)
-            self.parameters.setdefault(self._owner(name), {})[name] = self._row[self._params[param], "gradient"]
+            name = full_name.replace(_COMPILED, "")
+            owner = name.rpartition(".")[0] or self.root
+            self.parameters.setdefault(owner, {})[name] = self._row[self._params[param], "gradient"]
         # The calls that have begun, by module: where their inputs come from, and the newest autograd node by then.
         self._open_calls: dict[str, list[tuple[set[Edge], int]]] = {}
 
@@ -75,9 +77,6 @@ class ModelHooks:
             self.compiled.append(name or self.root)
         for key, child in children:
             self._collect(child, f"{name}.{key}" if name else key)
-
-    def _owner(self, param: str) -> str:
-        return param.rpartition(".")[0] or self.root
 
     # -------------------------------------------------------------------------------------------------- measuring
 
@@ -138,7 +137,7 @@ class ModelHooks:
         validates = not self._model.training and not torch.is_grad_enabled()
         if to.closed or (only_training and validates):
             return
-        inputs = _floats((args, kwargs))
+        inputs = list(filter(is_measurable, tensors_in((args, kwargs))))
         if not in_backward():  # in backward, a checkpoint computes again what was measured in forward
             for tensor in inputs:
                 to.add(self._row[name, "input"], tensor)
@@ -151,7 +150,7 @@ class ModelHooks:
         if torch.compiler.is_compiling() or to.closed or not self._open_calls.get(name):
             return
         edges, newest = self._open_calls[name].pop()
-        outputs = _floats(output)
+        outputs = list(filter(is_measurable, tensors_in(output)))
         for tensor in outputs:
             if not in_backward():
                 to.add(self._row[name, "output"], tensor)
@@ -196,14 +195,9 @@ def _nodes_of_inputs(outputs: list[Tensor], edges: set[Edge], newest: int) -> It
                 left.append(following)
 
 
-def _floats(tree: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(tree) if is_measurable(tensor)]
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that a `DistributedDataParallel` wraps, or the model itself if it is none."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+_COMPILED = "_orig_mod."  # in names of parameters: what torch.compile calls the module inside of its own

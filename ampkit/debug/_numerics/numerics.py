@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..._arguments import check_at_least, check_instance
+from ..._capture.ranks.ranks import several_processes
 from ..._capture.ranks.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
 from .async_copies import AsyncCopies
@@ -160,7 +161,7 @@ class Numerics:
         if self._observes:
             self._statistics_copies.start(self._step, self._on_device.buffer)
             self._observes = False
-        if skipped is not None and not len(self._skip_count_copies) and not _is_distributed():
+        if skipped is not None and not len(self._skip_count_copies) and not several_processes():
             self._skip_count_copies.start(self._step, skipped)
         self._step += 1
 
@@ -311,8 +312,3 @@ def _skip_count(scaler: TorchGradScaler | None, device: torch.device) -> Tensor 
         return scaler.skipped
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return -scale  # torch's own scaler counts nothing, but it lowers the scale
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

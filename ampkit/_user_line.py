@@ -212,7 +212,7 @@ class UserLineFinder:
 
         def users_stack() -> list[str]:
             if module.should_preserve_node_meta:  # torch.compile is at work, and takes stacks from nodes of its own
-                return original()  # type: ignore[no-any-return]
+                return list(original())
             users, depth, at = None, 0, 0
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:

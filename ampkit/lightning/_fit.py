@@ -84,7 +84,9 @@ class Fit:
         self.policy = policy
         self.statistics = StatisticsReader(self.device, trainer.world_size)
         self._problem = ""  # why Lightning does the steps, if that was found after the fit began
-        self._closure_problem: str | None = None  # the same, from the optimizer's first step; None before that
+        self._closure_problem: str | None = (
+            None  # the same, by the optimizer's first step; None before
+        )
         self.in_optimizer_step = False
         self.backward_done = False
         self._window_ended = False
@@ -150,8 +152,10 @@ class Fit:
     def prepare_step(self) -> bool:
         """Return whether ampkit does the step of this batch. If it does, its `TrainerStep` exists from here on."""
         trainer = self._trainer
-        if self._closure_problem is None and torch_class(trainer.optimizers[0]) is None:
-            self.first_step_by_lightning = True  # which shows what this optimizer does with its closure
+        if self._closure_problem is None:
+            # A first step by Lightning shows what an optimizer that is not torch's does with its closure.
+            self._closure_problem, foreign = "", torch_class(trainer.optimizers[0]) is None
+            self.first_step_by_lightning = self.first_step_by_lightning or foreign
         self.first_step_by_lightning = self.first_step_by_lightning and not _lightning_refuses_to_clip(trainer)
         begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0  # Lightning calls zero_grad
         if self._gradient_uses.after_captured_step and begins_window and not self.left_to_lightning:

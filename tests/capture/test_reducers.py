@@ -35,6 +35,8 @@ on_cpu = cases_of(ddp_cases.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(ddp_cases.__file__, "cpu", OTHERS, 300)
 compiled_on_cpu = cases_of(ddp_cases.__file__, "cpu", COMPILED_ON_CPU, 400)
 on_gpus = cases_of(ddp_cases.__file__, "cuda", ddp_cases.ON_GPUS, 240)
+ON_ONE_GPU = ("find unused, all used", "find unused, bfloat16")
+on_one_gpu = cases_of(ddp_cases.__file__, "cuda", ON_ONE_GPU, 120, ranks=1)
 
 
 def check(name: str, rows: Rows, device: str = "cpu") -> None:
@@ -84,6 +86,14 @@ def test_more_cases(others_on_cpu: Cases, case: str) -> None:
 def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
     """L4: the same with NCCL in the graph, for models that were made on the default stream."""
     check(case, on_gpus[case], "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_ONE_GPU)
+def test_on_one_gpu(on_one_gpu: Cases, case: str) -> None:
+    """L4: one rank exchanges with itself, and its Reducer copies its bitmap of used parameters in each backward."""
+    check(case, on_one_gpu[case], "cuda")
 
 
 def check_compiled(name: str, rows: Rows, device: str = "cpu") -> None:

@@ -68,7 +68,7 @@ class Engine:
         self._capture = LayoutCapture(session, self._draws)
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
-        self._has_warmed_up = False
+        self._early = 2  # layouts that are looked at in their first call
         self._rest = self._last_rest = 0  # calls that are eager without a look, because each look found something new
         self.replays: int = 0
         # Each counts calls that are still to come.
@@ -242,9 +242,10 @@ class Engine:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
         self._state.renew_gradient_nodes()
-        # Most layouts that come later have one call, if there is something new in each call.
-        is_first, self._has_warmed_up = not self._has_warmed_up, True
-        left = self._session.warmup if key.outcomes is NEW else 3 if is_first else 2
+        # Most layouts that come later have one call, if there is something new in each call. What the second one is new
+        # by may be what the step itself has changed: a look at it tells.
+        is_early, self._early = self._early > 0 and not cold.calls, self._early - (not cold.calls)
+        left = self._session.warmup if key.outcomes is NEW else 3 if is_early else 2
         outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -10,11 +10,38 @@ from typing import Any
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
 from .code import SET_ATTRIBUTE, CodePlace, codes_in, instructions
-from .profiling import MONITORING, monitoring_tool
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
+MONITORING: Any = getattr(sys, "monitoring", None)  # new in Python 3.12; before that, a step is traced and profiled
+_NAME = "ampkit"
+_IDS = (3, 4, 2, 5, 1, 0)  # of tools; the last ones are meant for optimizers, coverage and debuggers
 _MOST = 1_000_000  # executed instructions, where each one is a call of a function
+
+
+def monitoring_tool(undo: Undo, watched: Callable[[], Iterable[CodeType]] = tuple) -> int | None:
+    """Return the number of a tool of `sys.monitoring`, until that is undone; None if other tools have all of them.
+
+    Args:
+        undo: ends its events.
+        watched: returns the code for which it has events of its own.
+    """
+    tool = next((number for number in _IDS if MONITORING.get_tool(number) is None), None)
+    if tool is not None:
+        undo.note(_end_tool, tool, watched)
+        MONITORING.use_tool_id(tool, _NAME)
+        MONITORING.restart_events()  # in functions of which an earlier call has told all
+    return tool
+
+
+def _end_tool(tool: int, watched: Callable[[], Iterable[CodeType]]) -> None:
+    if MONITORING.get_tool(tool) == _NAME:
+        for code in watched():
+            MONITORING.set_local_events(tool, code, 0)
+        MONITORING.set_events(tool, 0)
+        for event in (MONITORING.events.INSTRUCTION, MONITORING.events.PY_START, MONITORING.events.PY_RESUME):
+            MONITORING.register_callback(tool, event, None)
+        MONITORING.free_tool_id(tool)
 
 
 class Executed:

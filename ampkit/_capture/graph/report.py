@@ -39,8 +39,9 @@ class Report:
         skipped: optimizer steps that the loss scale skipped.
         failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.
         eager_ms: time of an eager step: the median over warm-up calls, without the first and the last one of each
-            input, which are slower. None if there was no other, as with `warmup=2`. On CUDA it is the time from the
-            first work of the call on its stream to the last, with the time in which the stream waited for the host.
+            input, which are slower, and without the preflight, which is the second one from the third input on. None if
+            there was no other, as with `warmup=2`. On CUDA it is the time from the first work of the call on its stream
+            to the last, with the time in which the stream waited for the host.
         replay_ms: time of a replayed step: the median over the 2nd to the 9th replay of a graph, measured in the same
             way. With several graphs, both times are means over the graphs, weighted by their replays.
         saved_s: seconds that replays have saved so far: the difference of the two times, multiplied by the replays of

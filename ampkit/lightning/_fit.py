@@ -84,9 +84,7 @@ class Fit:
         self.policy = policy
         self.statistics = StatisticsReader(self.device, trainer.world_size)
         self._problem = ""  # why Lightning does the steps, if that was found after the fit began
-        self._closure_problem: str | None = (
-            None  # the same, by the optimizer's first step; None before
-        )
+        self._closure_problem: str | None = None  # the same, by the optimizer's first step; None before
         self.in_optimizer_step = False
         self.backward_done = False
         self._window_ended = False

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 
 from .._capture.ranks.shards import is_sharded, why_not_sharded
 from .._optimizer.step_kind import broken_kernel, why_not_called
@@ -108,6 +109,11 @@ def why_not_module(module: LightningModule, strategy: Strategy) -> str:
         )
     device = strategy.root_device
     for name, param in module.named_parameters():
+        if is_lazy(param):
+            return (
+                f"parameter {name} has no shape yet, because a lazy module makes it when it is first called. Call the "
+                "module once with a batch before trainer.fit."
+            )
         if param.device != device:
             return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."
     if cudagraphs_of_its_own(module):

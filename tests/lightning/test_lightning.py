@@ -481,7 +481,14 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=RATE)
 
 
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1] = nn.LazyLinear(10)
+
+
 LEFT_TO_LIGHTNING = [
+    (Lazy, {}, "has no shape yet, because a lazy module makes it when it is first called"),
     (Manual, {}, "automatic_optimization is False"),
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),

@@ -18,9 +18,10 @@ def bits(tensor: Tensor) -> Tensor:
     return real(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
-_COMPRESSED_BY_ROW = {"row offsets": Tensor.crow_indices, "column indices": Tensor.col_indices}
-_COMPRESSED_BY_COLUMN = {"column offsets": Tensor.ccol_indices, "row indices": Tensor.row_indices}
-_INDICES: dict[torch.layout, dict[str, Callable[[Tensor], Tensor]]] = {
+_Parts = dict[str, Callable[[Tensor], Tensor]]
+_COMPRESSED_BY_ROW: _Parts = {"row offsets": Tensor.crow_indices, "column indices": Tensor.col_indices}
+_COMPRESSED_BY_COLUMN: _Parts = {"column offsets": Tensor.ccol_indices, "row indices": Tensor.row_indices}
+_INDICES: dict[torch.layout, _Parts] = {
     torch.sparse_coo: {"indices": sparse_indices},
     torch.sparse_csr: _COMPRESSED_BY_ROW,
     torch.sparse_bsr: _COMPRESSED_BY_ROW,

@@ -37,6 +37,14 @@ def check_instance(where: str, name: str, value: object, kind: type | tuple[type
         raise ValueError(f"{where}({name}={type(value).__name__}): expected {expected}.")
 
 
+def uninitialized(where: str, path: str) -> ValueError:
+    """Return the error of a public function for a parameter, or buffer, that a lazy module is still to make."""
+    return ValueError(
+        f"{where}: {path} has no shape yet, because a lazy module makes it when it is first called. Call the model "
+        "once with a batch before: with torch.no_grad(): model(batch)."
+    )
+
+
 def check_callable(where: str, name: str, value: object, expected: str) -> None:
     """Raise a `ValueError` unless the value can be called."""
     if not callable(value):

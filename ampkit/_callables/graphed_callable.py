@@ -20,7 +20,7 @@ from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd.autograd import in_backward
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.tensors.modes import modes
+from .._torch.tensors.modes import modes, within_transform
 from .._torch.tensors.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
 from .._torch.tensors.tree import TreeSpec
 from .._undo import Undo, call
@@ -243,6 +243,8 @@ class GraphedCallable:
         """Return why this call must be eager, whatever its input, or ""."""
         if not torch.is_grad_enabled():
             return "no_grad"
+        if within_transform():
+            return "within a transform of torch.func"
         if self._module is not None and self._module.training != self._mode:
             return f"module.training is {self._module.training}"
         # Also in the eager call that a capture is compared with, which must do what the capture will do.

@@ -30,7 +30,7 @@ from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
 from .._undo import Undo
 from .graph_owner import GraphOwner
-from .outputs import mapped_outputs
+from .outputs import check_outputs, mapped_outputs
 from .parts.split import StepSplitter
 from .parts.split_update import WithinFunction
 from .training_step import Phase
@@ -310,7 +310,8 @@ class _EngineFunction:
                 args, kwargs = own_batch((args, kwargs))
                 outputs = self._fn(*args, **kwargs)
                 steps.forget()
-            return mapped_outputs(outputs, Tensor.detach, self._name)
+            check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
+            return mapped_outputs(outputs, Tensor.detach)
 
 
 def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:

@@ -5,28 +5,30 @@ from typing import Any
 
 from torch import Tensor
 
+from .._arguments import shown
 from .._torch.tensors.tree import tree_flatten, tree_unflatten
 
 
-def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor], who: str, place: str = "") -> Any:
-    """Return the tree that a captured function returned, with `change(tensor)` in place of each tensor.
+def check_outputs(outputs: Any, who: str, place: str, state: str) -> None:
+    """Raise a `ValueError` unless a function has returned a tree of tensors and None.
 
     Args:
-        outputs: a tree of tensors and None.
-        change: called with each tensor.
+        outputs: what it returned.
         who: what the error message calls the function.
-        place: what the error message says of the tree's place in what the function returned.
-
-    Raises:
-        ValueError: the tree has a leaf that is neither a tensor nor None.
+        place: what the message says of the tree's place in what the function returned.
+        state: what the message says of the state that the call leaves.
     """
-    leaves, tree = tree_flatten(outputs)
-    for leaf in leaves:
+    for leaf in tree_flatten(outputs)[0]:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise ValueError(
-                f"{who} returned a {type(leaf).__name__} ({leaf!r}){place}, which a replay cannot compute anew. "
-                "Return tensors."
+                f"{who} returned a {type(leaf).__name__} ({shown(leaf)}){place}, which a replay cannot compute anew. "
+                f"Return tensors. {state}"
             )
+
+
+def mapped_outputs(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tree of tensors and None with `change(tensor)` in place of each tensor."""
+    leaves, tree = tree_flatten(outputs)
     return tree_unflatten([leaf if leaf is None else change(leaf) for leaf in leaves], tree)
 
 

@@ -25,7 +25,7 @@ from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace
-from .outputs import check_loss, mapped_outputs
+from .outputs import check_loss, check_outputs, mapped_outputs
 from .working_weights import WorkingWeights
 
 
@@ -287,7 +287,7 @@ class TrainingStep:
                     prepared = self.scaler.prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
-        aux = mapped_outputs(aux, self._output, "graphed_step: loss_fn", " in aux")
+        aux = mapped_outputs(aux, self._output)
         return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped), accumulated, prepared)
 
     def finish(
@@ -344,6 +344,7 @@ class TrainingStep:
                 returned = self._call_loss(args, kwargs)
             loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
             check_loss(loss)
+            check_outputs(aux, "graphed_step: loss_fn", " in aux", "No optimizer step was done.")
         if uses is not None:
             self._working.learn(uses, loss)
         return loss, aux

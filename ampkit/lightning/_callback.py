@@ -39,7 +39,8 @@ class AmpkitCallback(Callback):
             rules for operations and modules then apply to training and validation while `fit` runs.
         graph: "auto" uses a CUDA graph if the model is on CUDA. "emulate" runs the same engine without a graph, on any
             device. "off" trains eagerly, with ampkit's loss scale and clipping.
-        scaler: a loss scaler with settings of your own. None makes one if Lightning has one ("16-mixed").
+        scaler: a loss scaler with settings of your own. None makes one if Lightning has one ("16-mixed"), with its
+            settings; if Lightning's has methods of its own, Lightning trains without ampkit, with a warning.
         warmup: eager steps per input layout before it is captured.
         max_graphs: the callback keeps at most this many graphs.
         memory_budget: bytes that all graphs may take together. None sets no limit.
@@ -164,7 +165,7 @@ class AmpkitCallback(Callback):
 
     def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
-        problem = why_not(trainer, pl_module, plugin, self._compile)
+        problem = why_not(trainer, pl_module, plugin, self._compile, self._scaler)
         if problem:
             self._last_reports["training_step"] = lambda: nothing_captured(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")

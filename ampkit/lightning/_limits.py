@@ -8,8 +8,11 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.amp import grad_scaler as upstream
+from torch.nn.parameter import is_lazy
 
 from .._capture.ranks.shards import is_sharded, why_not_sharded
+from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
 from ._host_state import HostReads
@@ -23,8 +26,18 @@ PRIVATE_NAMES = {
 SEVERAL_RANKS = (DDPStrategy, ModelParallelStrategy)  # strategies whose ranks decide together
 
 
-def why_not(trainer: Trainer, module: LightningModule, plugin: Precision, compile: str | None) -> str:
-    """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can."""
+def why_not(
+    trainer: Trainer, module: LightningModule, plugin: Precision, compile: str | None, scaler: GradScaler | None
+) -> str:
+    """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can.
+
+    Args:
+        trainer: of the fit.
+        module: what it trains.
+        plugin: the Trainer's own precision plugin.
+        compile: see `AmpkitCallback`.
+        scaler: takes the place of the plugin's, if there is one.
+    """
     if not module.automatic_optimization:
         return (
             "automatic_optimization is False, so training_step steps the optimizers itself, and the callback cannot "
@@ -37,6 +50,8 @@ def why_not(trainer: Trainer, module: LightningModule, plugin: Precision, compil
             f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}: ampkit supports "
             "32-true, bf16-mixed, 16-mixed, bf16-true and 16-true."
         )
+    if scaler is None and (problem := _why_not_scaler(getattr(plugin, "scaler", None))):
+        return problem
     name = type(module).__name__
     for hook, advice in _PARTS_OF_STEP.items():
         if is_overridden(hook, module):
@@ -49,6 +64,30 @@ def why_not(trainer: Trainer, module: LightningModule, plugin: Precision, compil
     # Compiled code tells nobody what it reads of the Trainer.
     read = None if compile is None else HostReads(module, LightningModule).problem
     return "" if read is None else f"{read.what}. {read.advice}"
+
+
+def _why_not_scaler(scaler: object) -> str:
+    """Return why ampkit's scaler cannot take the place of the Trainer's: that one does something else.
+
+    torch.cuda.amp.GradScaler is a subclass of torch.amp.GradScaler that changes no method.
+    """
+    if scaler is None or isinstance(scaler, GradScaler):
+        return ""
+    what = "is no torch.amp.GradScaler"
+    if isinstance(scaler, upstream.GradScaler):
+        methods = {name: value for name, value in vars(upstream.GradScaler).items() if inspect.isfunction(value)}
+        changed = (
+            name
+            for name, method in methods.items()
+            if not name.startswith("__") and getattr(getattr(scaler, name), "__func__", None) is not method
+        )
+        if (name := next(changed, "")) == "":
+            return ""
+        what = f"has a method {name} of its own"
+    return (
+        f"the Trainer's loss scale, {type(scaler).__name__}, {what}, which a replay would not call. Pass "
+        "AmpkitCallback(scaler=ampkit.GradScaler(...)): it has min_scale, max_scale and hysteresis."
+    )
 
 
 def _why_not_strategy(strategy: Strategy) -> str:
@@ -108,6 +147,11 @@ def why_not_module(module: LightningModule, strategy: Strategy) -> str:
         )
     device = strategy.root_device
     for name, param in module.named_parameters():
+        if is_lazy(param):
+            return (
+                f"parameter {name} has no shape yet, because a lazy module makes it when it is first called. Call the "
+                "module once with a batch before trainer.fit."
+            )
         if param.device != device:
             return f"parameter {name} is on {param.device}, not on {device}, and a graph runs on one device."
     if cudagraphs_of_its_own(module):

@@ -492,6 +492,58 @@ def test_bits_that_verify_measures_as_equal() -> None:
         assert "output is not what eager computes" in verdict.problem
 
 
+def sparse(indices: list[int], values: Tensor, size: int = 4) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([indices], device=values.device), values, (size,))
+
+
+OTHER_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda x: sparse([3, 0], x[0, :2]),
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((1, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((1, 2)),
+    "mkldnn": Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1, :3]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # prototypes, says torch
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_verify_compares_other_layouts(layout: str) -> None:
+    """Aux of another layout passes where it is right; where one value differs, its part is named."""
+    make_other = OTHER_LAYOUTS[layout]
+    torch.manual_seed(0)
+    step, _, _ = make(
+        ("cpu", "emulate"),
+        model=nn.Linear(4, 4),
+        loss_fn=lambda m, x: ((y := m(x)).square().mean(), make_other(y.detach())),
+        verify=2,
+        on_failure="raise",
+    )
+    x = torch.randn(2, 4)
+    for _ in range(6):
+        out = step(x)
+    assert step.replays == 3
+    assert out.aux.layout is make_other(x).layout
+    other = x + torch.eye(2, 4)
+    verdict = verified(lambda: make_other(x), lambda: make_other(other), TrainingState({}, []), (), ALONE)
+    named = {"mkldnn": "output", "nested": "output (component 0)", "jagged": "output (component 0)"}
+    named["quantized"] = "output (integers)"
+    assert f"{named.get(layout, 'output (values)')} is not what eager computes" in verdict.problem
+
+
+def test_verify_compares_where_sparse_values_are() -> None:
+    """The same values at other places, and in a larger tensor, are a difference."""
+    values = torch.ones(2)
+    others = {"indices": sparse([0, 2], values), "shape": sparse([0, 1], values, 5)}
+    for part, other in others.items():
+        ours = sparse([0, 1], values)
+        verdict = verified(ours.clone, other.clone, TrainingState({}, []), (), ALONE)
+        assert f"output ({part}) is not what eager computes" in verdict.problem
+
+
 @pytest.mark.slow
 def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
     """If torch has once refused to run compiled code under a mode, it never runs that code again."""

@@ -367,6 +367,9 @@ def test_wrong_use():
         debug.memory(None, optimizer, x, y=x)
     with pytest.raises(ValueError, match=r"memory\(optimizer=\(SGD, int\)\): expected an optimizer, or a list"):
         debug.memory(model, optimizer=[optimizer, 3])
+    lazy = nn.Sequential(model, nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"debug.memory: model\.1\.weight has no shape yet.*Call the model once with"):
+        debug.memory(lazy, x)
     recorded = debug.memory(model, optimizer)
     with pytest.raises(ValueError, match="no profile before"):
         _ = recorded.profile

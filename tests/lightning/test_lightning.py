@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -481,7 +482,33 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=RATE)
 
 
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1] = nn.LazyLinear(10)
+
+
+class Bounded(torch.amp.GradScaler):
+    """A loss scale that never falls below 256, as torch's cannot be told to."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        assert self._scale is not None
+        self._scale.clamp_(min=256.0)
+
+
+class Renamed(torch.amp.GradScaler):
+    """Torch's, by another name."""
+
+
+def scaled_by(kind: type[torch.amp.GradScaler]) -> dict[str, Any]:
+    plugin = partial(MixedPrecision, "16-mixed", "cpu")
+    return {"kind": "16-mixed", "plugins": lambda: [plugin(kind("cpu", init_scale=64.0))]}
+
+
 LEFT_TO_LIGHTNING = [
+    (Net, scaled_by(Bounded), "the Trainer's loss scale, Bounded, has a method update of its own"),
+    (Lazy, {}, "has no shape yet, because a lazy module makes it when it is first called"),
     (Manual, {}, "automatic_optimization is False"),
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),
@@ -512,6 +539,16 @@ def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], m
     assert ours.report.replays == 0
     with pytest.raises(ampkit.CaptureError, match=re.escape(message)):
         fit(tmp_path / "raise", "cpu", "emulate", make=make, data=data, **own)
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler, Renamed, Bounded])
+def test_scalers_that_ampkit_replaces(tmp_path: Path, kind: type[torch.amp.GradScaler]) -> None:
+    """L1: one that does what torch's does, by whatever name, and any other one if the callback has been given one."""
+    options = {"scaler": ampkit.GradScaler("cpu", init_scale=64.0)} if kind is Bounded else {}
+    own = {key: value() if callable(value) else value for key, value in scaled_by(kind).items()}
+    run = fit(tmp_path, "cpu", "emulate", options=options, **own)
+    assert run.report.replays > 0
+    assert own["plugins"][0].scaler.get_scale() == 64.0
 
 
 def adafactor(params: Any) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import assert_same, training_state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,6 +59,43 @@ def test_bad_arguments(options: dict[str, Any], says: str) -> None:
     """An argument that cannot work is a ValueError at construction."""
     with pytest.raises(ValueError, match=says):
         make(**options)
+
+
+def lazy_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize("materialized", [False, True])
+def test_lazy_modules(materialized: bool) -> None:
+    """Where there are graphs, they must have their parameters by the first call. A call that raised did nothing."""
+    expected, model = lazy_model(), lazy_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = make(model=model, optimizer=optimizer)
+    if not materialized:
+        with pytest.raises(
+            ValueError, match=r"^graphed_step: model\.0\.weight has no shape yet.*Call the model once with"
+        ):
+            step(*BATCH)
+        assert all(map(nn.parameter.is_lazy, model.parameters()))
+        function = ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph="emulate")(model.forward)
+        with pytest.raises(ValueError, match=r"^graphed\(forward\): modules\[0\]\.0\.weight has no shape yet"):
+            function(BATCH[0])
+    for each in (expected, model):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            each(BATCH[0])
+    eager = make(model=expected, graph="off")
+    for _ in range(6):
+        assert torch.equal(step(*BATCH).loss, eager(*BATCH).loss)
+    assert step.replays == 3
+
+
+def test_lazy_modules_without_graphs() -> None:
+    """The first eager call makes the parameters."""
+    model = lazy_model()
+    step = make(model=model, graph="off")
+    assert step(*BATCH).loss > step(*BATCH).loss
 
 
 def test_optimizer_of_other_parameters() -> None:
@@ -236,6 +274,59 @@ def test_bad_losses(wrong: Any, says: str) -> None:
     """What loss_fn returns is checked in the first call."""
     with pytest.raises(ValueError, match=says):
         make(loss_fn=wrong)(*BATCH)
+
+
+class Named:
+    """An object that no graph can give back, whose repr has a mistake."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.filterwarnings("ignore:.*the variable given.0. changed:ampkit.CaptureWarning")
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("wrong", [1.5, "a name", Named()], ids=["float", "str", "object"])
+def test_aux_without_a_tensor_leaves_the_state(graph: str, accumulate: int, wrong: Any) -> None:
+    """It is found before the optimizer steps: the call that raises changes nothing, in a warm-up call and behind."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = ampkit.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    given: list[Any] = []
+    step = make(
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        scheduler=scheduler,
+        accumulate=accumulate,
+        graph=graph,
+        loss_fn=lambda model, x, y: (loss_fn(model, x, y), {"n": given[0] if given else None}),
+    )
+    for _ in range(5):
+        before = [training_state(model, optimizer, scaler), copy.deepcopy(scheduler.state_dict())]
+        for _ in range(accumulate - 1):
+            step(*BATCH)
+        given.append(wrong)
+        with pytest.raises(
+            ValueError, match=r"loss_fn returned a .* in aux.*Return tensors. No optimizer step was done"
+        ):
+            step(*BATCH)
+        given.clear()
+        assert_same([training_state(model, optimizer, scaler), scheduler.state_dict()], before)
+        for _ in range(accumulate):  # the window that was open has ended
+            step(*BATCH)
+        assert scheduler.state_dict()["last_epoch"] == before[1]["last_epoch"] + 1
+
+
+def test_what_a_graphed_function_must_not_return() -> None:
+    """It steps its optimizer itself, so the message says that it has run."""
+    model = nn.Linear(4, 2)
+    function = ampkit.graphed(modules=(model,), graph="emulate")(lambda x: (model(x), 3.5))
+    with pytest.raises(
+        ValueError, match=r"returned a float \(3.5\), which .* The function has run: what it changes is"
+    ):
+        function(BATCH[0])
 
 
 def test_an_error_of_loss_fn_is_the_users_own() -> None:

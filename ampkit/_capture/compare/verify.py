@@ -17,7 +17,7 @@ from ..._torch.tensors.tree import keystr, tree_flatten, tree_flatten_with_path,
 from ..._undo import Undo
 from ..graph.cache import Captured
 from ..ranks.ranks import Ranks
-from ..state.bits import bits, real
+from ..state.bits import bits, dense_parts, real
 from ..state.snapshot import Snapshot, all_generators
 from ..state.state import TrainingState
 
@@ -174,14 +174,18 @@ def _describe(wrong: dict[str, float], said: str) -> str:
 
 
 def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-    """Return copies of everything that the step computed, by path; of a DTensor, this process's part."""
+    """Return dense copies of everything that the step computed, by path; of a DTensor, this process's part."""
     leaves, _ = tree_flatten_with_path(outputs)
     named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     named.update(state.tensors())
     # A replay draws nothing from generators on the host.
     for i, generator in enumerate(all_generators(generators)[1:]):
         named[f"the state of CUDA generator {i}"] = generator.get_state()
-    return {path: local_shard(tensor).detach().clone() for path, tensor in named.items()}
+    return {
+        f"{path} ({name})" if name else path: part.clone()
+        for path, tensor in named.items()
+        for name, part in dense_parts(local_shard(tensor).detach()).items()
+    }
 
 
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._arguments import uninitialized
 from ..._errors import CaptureError, InputMismatch
 from ..._torch.tensors.modes import modes
 from ..._torch.tensors.settings import settle_attention_priority
@@ -190,6 +191,8 @@ class Engine:
             self.close()
         elif len(self._cache):
             self._say_behind()
+        if path := self._state.generation().walk.uninitialized():
+            raise uninitialized(self._session.name, path)
         change = self._settings_history.observe()
         if change is not None and change.of_optimizer and self._session.optimizer.leave(change.reason):
             self._adapt()

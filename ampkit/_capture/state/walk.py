@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..._torch.tensors.modules import module_tables
 from ..._torch.tensors.tensors import local_shard
@@ -117,6 +118,12 @@ class Walk:
             if old is not now:
                 return f"{new_name} was replaced"
         return "a parameter, buffer or module was added or removed"
+
+    def uninitialized(self) -> str:
+        """Return the path of a parameter or buffer that a lazy module makes in its first call, "" if all are there."""
+        if not any(map(is_lazy, self.tensors)):
+            return ""
+        return next(name for name, found in zip(self._names, self._objects.objects, strict=False) if is_lazy(found))
 
 
 def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:

@@ -30,6 +30,7 @@ from ..._torch.autograd.autograd import (
     packs_saved_tensors,
     sequence_number,
 )
+from ..._torch.tensors.modes import within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables, module_tables
 from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
 from ..._torch.tensors.tensors import storage_address
@@ -172,7 +173,7 @@ class Survey:
         modules = list(module.modules())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if in_backward():  # checkpointing calls it again
+            if in_backward() or within_transform():  # checkpointing calls it again, or torch.func
                 return original(*args, **kwargs)
             self._looking = True
             call = self._begin(modules, name, args, kwargs)

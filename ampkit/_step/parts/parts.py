@@ -17,7 +17,7 @@ from ..._capture.state.walk import Walk
 from ..._capture.state.watch import autocast
 from ..._errors import CaptureError, InputMismatch
 from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
-from ..._torch.tensors.modes import function_modes, modes
+from ..._torch.tensors.modes import function_modes, modes, within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables
 from ..._torch.tensors.settings import settings
 from ..._undo import Undo
@@ -130,8 +130,8 @@ def _calls(original: Callable[..., Any], parts: "dict[int, _GraphedModule]") -> 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        # Inside of another part, or computed again by checkpointing.
-        if Passes.recording or in_backward():
+        # Inside of another part, computed again by checkpointing, or called by torch.func, as no survey counts it.
+        if Passes.recording or in_backward() or within_transform():
             return original(*args, **kwargs)
         part = parts.get(count)
         count += 1

@@ -177,6 +177,10 @@ def call_each(functions: Iterable[Any]) -> list[Any]:
     return [*map(BuiltinFunctionType.__call__, functions)]
 
 
+# within_transform(): whether a transform of torch.func (vmap, grad, jvp) runs. The tensors of the code in it have no
+# memory of their own.
+within_transform: Callable[[], bool] = private(torch._C, "_are_functorch_transforms_active")
+
 # is_any_autocast_enabled(): whether autocast is on for some kind of device. It is faster than to ask for two kinds.
 is_any_autocast_enabled: Callable[[], bool] = private(torch._C, "_is_any_autocast_enabled")
 

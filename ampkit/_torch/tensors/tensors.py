@@ -28,6 +28,11 @@ private(Tensor, "_version")
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
+# sparse_indices(tensor), sparse_values(tensor): those of a tensor of layout sparse_coo, which need not be coalesced.
+sparse_indices: Callable[[Tensor], Tensor] = private(Tensor, "_indices")
+sparse_values: Callable[[Tensor], Tensor] = private(Tensor, "_values")
+
+
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the `version` of each tensor, at less cost: no Python code runs for each of them."""
     return list(map(version, tensors))

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ..._arguments import uninitialized
 from ..._text import dtype_name
 from ..._torch.autograd.autograd import current_node, in_graph_task, newest_sequence_number, sequence_number
 from ..._torch.compile import without_compiled_code
@@ -298,6 +300,8 @@ class MemoryTracker(TorchDispatchMode):
         """Find the storages that are parameters, gradients and optimizer state now."""
         for name, module in () if self._model is None else self._model.named_modules():
             params, buffers, _ = module_tables(module)
+            for key in (key for key, tensor in {**params, **buffers}.items() if is_lazy(tensor)):
+                raise uninitialized("debug.memory", f"model.{name}.{key}" if name else f"model.{key}")
             for param in (param for param in params.values() if param is not None):
                 self._module_of_param.setdefault(id(param), name)
                 self._categorize_parameter(param, name)

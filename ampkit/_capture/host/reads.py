@@ -166,7 +166,7 @@ class Reads:
 
     def __init__(self, functions: Iterable[Any] = ()) -> None:
         self._functions = tuple(functions)
-        self.remark = ""
+        self.remark: str = ""
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys

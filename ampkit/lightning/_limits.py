@@ -69,7 +69,7 @@ def why_not(
 def _why_not_scaler(scaler: object) -> str:
     """Return why ampkit's scaler cannot take the place of the Trainer's: that one does something else.
 
-    torch.cuda.amp.GradScaler is a subclass of torch.amp.GradScaler that changes no method.
+    The older spellings of torch.amp.GradScaler are subclasses of it that change no method.
     """
     if scaler is None or isinstance(scaler, GradScaler):
         return ""

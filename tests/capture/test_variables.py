@@ -393,9 +393,10 @@ def test_a_number_that_changes_in_each_call() -> None:
         change()
     assert any("the variable ALPHA kept changing (it was 32.0, then 33.0" in str(warning.message) for warning in caught)
     assert step.captures == 0
-    for _ in range(5):
+    for _ in range(26):  # calls are looked at less and less often meanwhile
         step(torch.ones(8, 4))
-    assert (step.captures, step.replays) == (1, 3)
+    assert step.captures == 1
+    assert step.replays >= 3
 
 
 class Reads(nn.Module):

@@ -143,9 +143,7 @@ class _PythonEngine:
 
     def _run_nodes(self, task: "_GraphTask", release: Callable[[Any], object]) -> None:
         for node, arrived in task:
-            for i, hook in output_hooks(node):  # before the node counts as running, as in the engine
-                new = hook(arrived[i])
-                arrived[i] = arrived[i] if new is None else new
+            _call_output_hooks(node, arrived)  # before the node counts as running, as in the engine
             self._on_node(node)
             task.run_node(node, arrived, release)
             self._on_node(None)
@@ -238,6 +236,13 @@ class _GraphTask:
                 if not self._dependencies[following]:
                     self._push(following)
             del grad
+
+
+def _call_output_hooks(node: Any, arrived: list[Tensor | None]) -> None:
+    """Call them here, where no variable keeps a gradient alive while the node runs."""
+    for i, hook in output_hooks(node):
+        new = hook(arrived[i])
+        arrived[i] = arrived[i] if new is None else new
 
 
 def _call(node: Any, arrived: list[Tensor | None]) -> list[Tensor | None]:

@@ -82,7 +82,7 @@ def test_json_prints_the_summary_file(train: Train, tmp_path: Path) -> None:
     "options",
     [
         pytest.param([], id="sgd", marks=pytest.mark.slow),
-        pytest.param(["--opt", "adamw", "--precision", "bf16-mixed"], id="adamw bf16"),
+        pytest.param(["--opt", "adamw", "--precision", "bf16-mixed"], id="adamw bf16", marks=pytest.mark.slow),
         pytest.param(
             ["--accumulate", "3", "--clip-grad", "1000"],
             id="accumulate, a clip that is not reached",

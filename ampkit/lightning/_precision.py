@@ -60,6 +60,8 @@ class StepPrecision(Precision):
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
         hooked = _is_hooked(model)
         if not self.fit.prepare_step():
+            if self.fit.left_to_lightning:
+                return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             uses = ClosureUses(optimizer, closure)
             result = super().optimizer_step(optimizer, model=model, closure=uses, **kwargs)
             self.fit.end_lightnings_step(uses)

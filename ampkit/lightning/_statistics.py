@@ -39,8 +39,7 @@ class StatisticsReader:
     Attributes:
         samples: how many samples this process has trained on since the interval began. The caller counts them.
         batches: how many batches these were, counted by the caller too.
-        interval_start: when the interval began; None while the time does not count. The caller may
-            set it to None.
+        interval_start: when the interval began; None while the time does not count. The caller may set it to None.
     """
 
     _device: torch.device

@@ -1,5 +1,6 @@
 """graphed_step(accumulate=N): windows of micro-batches, short ones, clipping and skipping over the whole of one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -222,55 +223,61 @@ def squared(net: nn.Module, x: Tensor) -> Tensor:
     return net(x.to(net[0].weight.dtype)).float().square().mean()  # type: ignore[index]  # nn.Sequential
 
 
+Change = Callable[[nn.Sequential, torch.optim.Optimizer], object]
+
+
+def trained(net: nn.Sequential, rate: float, calls: int, at: int, change: Change, graph: str | None) -> list[Tensor]:
+    """Return the parameters behind windows of two calls; one call comes after a change. Without `graph`, by torch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate, fused=True)
+    step = None if graph is None else ampkit.graphed_step(squared, net, optimizer, accumulate=2, graph=graph)
+    x = torch.ones(2, net[0].in_features)
+    for i in range(calls):
+        if i == at:
+            change(net, optimizer)
+        if step is not None:
+            step(x)
+            continue
+        (squared(net, x) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach() for param in net.parameters()]
+
+
 @pytest.mark.filterwarnings("ignore:.*Each such change takes 3 eager steps:ampkit.CaptureWarning")
 @pytest.mark.parametrize("graph", ["off", "emulate"])
 def test_layers_that_change_places_within_a_window(graph: str) -> None:
     """An accumulated gradient belongs to its parameter, wherever that is in the model by now."""
 
-    def trained(with_ampkit: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, fused=True)
-        step = ampkit.graphed_step(squared, net, optimizer, accumulate=2, graph=graph) if with_ampkit else None
-        for i in range(4):
-            if i == 3:
-                net[0], net[1] = net[1], net[0]
-            if step is not None:
-                step(torch.ones(2, 4))
-                continue
-            (squared(net, torch.ones(2, 4)) / 2).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [param.detach() for param in net.parameters()]
+    def swap(net: nn.Sequential, _: torch.optim.Optimizer) -> None:
+        net[0], net[1] = net[1], net[0]
 
-    assert_same(trained(True), trained(False))
+    def run(graph: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        return trained(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), 0.5, 4, 3, swap, graph)
+
+    assert_same(run(graph), run(None))
+
+
+def give_another_head(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    net[1] = nn.Linear(16, 6)
+    optimizer.param_groups[0]["params"][2:] = net[1].parameters()
 
 
 @pytest.mark.filterwarnings("ignore:.*Each such change takes 3 eager steps:ampkit.CaptureWarning")
-@pytest.mark.parametrize("how", ["another dtype", "another head"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda net, _: net.double(), id="another dtype"),
+        pytest.param(give_another_head, id="another head"),
+    ],
+)
 @pytest.mark.parametrize("graph", ["off", "emulate"])
-def test_parameters_that_change_between_windows(graph: str, how: str) -> None:
+def test_parameters_that_change_between_windows(graph: str, change: Change) -> None:
     """Gradients are accumulated in memory that is like them, also where the parameters were others before."""
 
-    def trained(with_ampkit: bool) -> list[Tensor]:
+    def run(graph: str | None) -> list[Tensor]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
-        step = ampkit.graphed_step(squared, net, optimizer, accumulate=2, graph=graph) if with_ampkit else None
-        for i in range(8):
-            if i == 4 and how == "another dtype":
-                net.double()
-            elif i == 4:
-                net[1] = nn.Linear(16, 6)
-                optimizer.param_groups[0]["params"][2:] = net[1].parameters()
-            if step is not None:
-                step(torch.ones(2, 8))
-                continue
-            (squared(net, torch.ones(2, 8)) / 2).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [param.detach() for param in net.parameters()]
+        return trained(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), 0.1, 8, 4, change, graph)
 
-    assert_same(trained(True), trained(False))
+    assert_same(run(graph), run(None))

@@ -70,7 +70,6 @@ class Engine:
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
         self._early = 2  # layouts that are looked at in their first call
-        self._rest = self._last_rest = 0  # calls that are eager without a look, because each look found something new
         self.replays: int = 0
         # Each counts calls that are still to come.
         self._unverified, self._starts_to_mark = session.options.verify, 0
@@ -87,13 +86,11 @@ class Engine:
             self._starts_to_mark -= 1
             start = self._session.clock.now()
         spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
-        if self._fallback.refused or captures.recorded:
+        if self._fallback.refused or captures.recorded or self._variation.rest:
+            has_no_key = self._fallback.refused or captures.recorded
+            call = self._call_without_key if has_no_key else self._call_at_rest
             changing = partial(may_change, self._state, None)
-            return call_aligned(partial(self._call_without_key, phase), spec, args, kwargs, leaves, changing)
-        if self._rest:
-            self._rest -= 1
-            changing = partial(may_change, self._state, None)
-            return call_aligned(partial(self._call_at_rest, phase), spec, args, kwargs, leaves, changing)
+            return call_aligned(partial(call, phase), spec, args, kwargs, leaves, changing)
         if self._watch.present() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
@@ -152,9 +149,10 @@ class Engine:
         return self._eager.run(reason, lambda: fn(phase, *args, **kwargs), own=own)
 
     def _call_at_rest(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
+        """Call eagerly, without a look at what is new."""
+        self._variation.rest -= 1
         fn = seeing_capture(self._session.fn, self._session.options.capturing is True)
-        cause = self._variation.cause
-        return self._eager.run(f"{WARM_UP}: {cause.reason}" if cause else WARM_UP, lambda: fn(phase, *args, **kwargs))
+        return self._eager.run(self._variation.reason, lambda: fn(phase, *args, **kwargs))
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -231,13 +229,11 @@ class Engine:
             return ""
         if self._fallback.raises:
             return self._variation.text
-        layout.count_under(f"{WARM_UP}: {cause.reason}")
+        layout.count_under(self._variation.reason)
         if not self._variation.is_said:
             self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         is_new = isinstance(layout.stage, Cold) and not layout.stage.calls
-        may_rest = is_new and not (len(self._cache) or self._ranks.several)
-        self._last_rest = min(2 * self._last_rest + 1, _LONGEST_REST) if may_rest else 0
-        self._rest = self._last_rest
+        self._variation.lay_to_rest(is_new and not (len(self._cache) or self._ranks.several))
         return ""
 
     def _warm_up(self, key: Key, layout: Layout, cold: Cold, call: EagerCall) -> Any:
@@ -421,10 +417,8 @@ class Engine:
         self._draws.clear()
         self._settings_history.forget()
         self._variation.restart()
-        self._rest = self._last_rest = 0
 
 
 _NOT_AGREED = "the ranks have not agreed to capture yet"
 _NOT_CAPTURED = object()  # None may be what a function returns
-_LONGEST_REST = 63  # calls; each rest is twice as long as the one before
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -14,6 +14,7 @@ from ..keys.inputs import Constant, TensorSpec, paths
 from ..keys.key import Key, Part
 from ..state.settings_history import CallSettings, memory_advice, setting_advice
 from ..state.state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, MODES, READS, VARIABLES
+from .options import WARM_UP
 
 
 class Cause(NamedTuple):
@@ -47,6 +48,9 @@ class Variation:
         device: where numbers that vary should be.
         warmup: eager calls that each key takes before its capture.
         one_argument: whether every call has one argument, which messages call `batch`. Otherwise it is `batch[0]`.
+
+    Attributes:
+        rest: how many calls are eager without a look at what is new. Whoever makes them counts them down.
     """
 
     def __init__(self, device: torch.device, warmup: int, one_argument: bool) -> None:
@@ -67,6 +71,17 @@ class Variation:
         self._last: Key | None = None
         self._returned = False  # whether a key came back after another one
         self._said: set[str] = set()
+        self.rest: int = 0
+        self._last_rest = 0
+
+    @property
+    def reason(self) -> str:
+        """What the calls of a run with a cause are counted under."""
+        return WARM_UP if self.cause is None else f"{WARM_UP}: {self.cause.reason}"
+
+    def lay_to_rest(self, may_rest: bool) -> None:
+        """Have the next calls not be looked at: twice as many as the last time, none if something may come back."""
+        self.rest = self._last_rest = min(2 * self._last_rest + 1, _LONGEST_REST) if may_rest else 0
 
     @property
     def is_said(self) -> bool:
@@ -209,6 +224,7 @@ class Variation:
 _CALLS = 32
 _VARIANTS = 8  # fewer than that may be a long warm-up
 _NAMED = 3
+_LONGEST_REST = 63  # calls
 _SHAPES = (
     "Pad to a few shapes {}, leave out a short last batch (DataLoader(..., drop_last=True)), or keep "
     "more graphs (max_graphs, memory_budget)."

@@ -66,16 +66,17 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             if cold.calls_left > preflight_left:  # there may be no other call of it: nothing is looked at
-                outputs = self._call(layout, cold, call)
+                with self._segments():
+                    outputs = self._call(layout, cold, call)
                 layout.count_call(cold)
                 undo.forget()
                 return outputs, None
             noted = nullcontext() if layout.writes.known else layout.writes.noted(self._state)
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
-                if not cold.checked and cold.calls_left <= preflight_left:
+                if not cold.checked:
                     outputs, drawn = self._call_under_preflight(layout, cold, call)
-                elif cold.checked and not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
+                elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
                     outputs = self._rehearse(layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
                 else:

@@ -5,7 +5,7 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -194,20 +194,20 @@ class CallRecorder:
         outer = {type(module) for module in self._modules if any(True for _ in module.children())}
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
-        own = {kind: frozenset(self._names(methods[kind])) for kind in methods if kind not in outer}
-        counted = {code for code, origin in self._called.values() if origin is not Origin.OTHERS}
-        return Names(frozenset(self._names(counted - leaves)), own)
+        origins = {code: origin for code, origin in self._called.values() if origin is not Origin.OTHERS}
 
-    def _names(self, code: Iterable[CodeType]) -> Iterator[str]:
-        origins = {each: origin for each, origin in self._called.values() if origin is not Origin.OTHERS}
-        for each in code:
-            origin = origins.get(each, Origin.OTHERS)
-            if origin is not Origin.OTHERS:
-                # Libraries have many texts. Only those count by which something is looked up.
-                candidates = (names_looked_up if origin in (Origin.PACKAGE, Origin.PYTHON) else names)(each)
-                for name, place in self._executed.names(each, candidates).items():
-                    self.lines.setdefault(name, {})[each] = line_of(place)
-                    yield name
+        def read_by(code: Set[CodeType]) -> frozenset[str]:
+            return frozenset(name for each in origins.keys() & code for name in self._names(each, origins[each]))
+
+        own = {kind: read_by(methods[kind]) for kind in methods if kind not in outer}
+        return Names(read_by(origins.keys() - leaves), own)
+
+    def _names(self, code: CodeType, origin: Origin) -> Iterator[str]:
+        # Libraries have many texts. Only those count by which something is looked up.
+        candidates = (names_looked_up if origin in (Origin.PACKAGE, Origin.PYTHON) else names)(code)
+        for name, place in self._executed.names(code, candidates).items():
+            self.lines.setdefault(name, {})[code] = line_of(place)
+            yield name
 
 
 def _has_hash(code: CodeType) -> bool:

@@ -29,7 +29,7 @@ class HostSources:
         found = []
         for name in (_PYTHON, _NUMPY) if "numpy.random" in sys.modules else (_PYTHON,):
             if name not in self._words:  # numpy may be imported in a step
-                reader, whole = (_numpy_reader, _numpy_state) if name == _NUMPY else (_python_reader, random.getstate)
+                reader, whole = _SOURCES[name]
                 read = reader()
                 self._words[name], self._whole[name] = (read, read()), whole()
             read, before = self._words[name]
@@ -42,8 +42,7 @@ class HostSources:
 
     def drawn_from_pairs(self) -> list[str]:
         """Return the sources from which only the second number of a pair of normal ones was drawn, which was there."""
-        now = {_PYTHON: random.getstate, _NUMPY: _numpy_state}
-        return [name for name, before in self._whole.items() if before != now[name]()]
+        return [name for name, before in self._whole.items() if before != _SOURCES[name][1]()]
 
 
 def _python_reader() -> Callable[[], Any]:
@@ -71,3 +70,10 @@ def _numpy_state() -> list[Any]:
     state = sys.modules["numpy.random"].get_state(legacy=False)
     inner = state.pop("state")
     return [each.tobytes() if hasattr(each, "tobytes") else each for each in (*inner.values(), *state.values())]
+
+
+# By source, what returns a function that reads its words, and what returns its whole state.
+_SOURCES: dict[str, tuple[Callable[[], Callable[[], Any]], Callable[[], Any]]] = {
+    _PYTHON: (_python_reader, random.getstate),
+    _NUMPY: (_numpy_reader, _numpy_state),
+}

@@ -273,10 +273,11 @@ class TrainingStep:
             without_sync = [] if phase.last else self.ranks.wrappers
             for wrapper in without_sync:
                 undo.note(setattr, wrapper, "require_backward_grad_sync", wrapper.require_backward_grad_sync)
-            with weights, observed, self._around(), ExitStack() as stack:
+            with ExitStack() as stack:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
-                loss, aux = self._forward_and_backward(args, kwargs)
+                with weights, observed, self._around():
+                    loss, aux = self._forward_and_backward(args, kwargs)
             prepared = None
             if phase.last and self.place.behind and not steps and can_be_prepared(self._optimizer):
                 # The optimizer steps behind the call, and unscaling and clipping can be done apart from that.

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._capture.ranks.reducers import Deliver, Reducers
+from .._capture.ranks.reducers import Reducers
 from .._torch.autograd.autograd import graph_nodes, leaf_hooks, output_dtype, post_accumulate_hooks
 from .._torch.tensors.fast_paths import autocast_of_parts
 from .._torch.tensors.modes import WatchingMode, enter
@@ -110,15 +109,12 @@ class WorkingWeights:
         with torch.no_grad():
             if present:
                 self._write(list(masters), present)
-        deliveries = {} if self._averaging is None else self._averaging.deliveries()
+        copies = {master: copy for copy, master in masters.items()}
         with Undo() as undo:
-            for copy, master in masters.items():
-                if master in deliveries:  # its gradient comes within the backward, where it is averaged then
-                    hook = partial(_deliver, master, deliveries[master])
-                    undo.note(copy.register_post_accumulate_grad_hook(hook).remove)
-            undo.note(self._put_back, masters)
-            self._exchange(self._copies)
-            yield
+            with nullcontext() if self._averaging is None else self._averaging.exchanging(copies, _give):
+                undo.note(self._put_back, masters)
+                self._exchange(copies)
+                yield
             if kept is not None:
                 alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
                 kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
@@ -169,13 +165,10 @@ def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:
             master.grad = grad
 
 
-def _deliver(master: nn.Parameter, deliver: Deliver, copy: Any) -> None:
-    def give() -> None:
-        with torch.no_grad():
-            _move_gradients({copy: master})
-        copy.grad = None
-
-    deliver(give)
+def _give(master: nn.Parameter, copy: Any) -> None:
+    with torch.no_grad():
+        _move_gradients({copy: master})
+    copy.grad = None
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:

@@ -74,7 +74,7 @@ class EagerCalls:
         """Return `own(outputs)` of what `fn` returns, called eagerly in this context, and counted under this reason."""
         self.counts[reason] += 1
         self._watch.refresh_rates()
-        self._reducers.begin_call()
+        self._reducers.begin_eager_call()
         return self.on_stream(fn, context, own)
 
     def on_stream(

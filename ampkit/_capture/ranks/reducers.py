@@ -1,21 +1,24 @@
 """`DistributedDataParallel` models as people make them: made ready for a capture, or refused with what to write."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._errors import AmpkitError
+from ..._torch.ranks.exchange import Exchange, broadcast_coalesced
 from ..._torch.ranks.reducer import (
     bucket_bytes,
+    buckets_of,
     communication_hook,
     gradient_calls,
     is_idle,
     is_rebuilt,
     is_registrable,
+    lay_out,
     manages_all,
     note_used,
     peculiarity,
@@ -26,7 +29,7 @@ from ..._torch.ranks.reducer import (
 )
 from ..._undo import Undo, replace
 
-Deliver = Callable[[Callable[[], None]], None]
+Give = Callable[[nn.Parameter, Tensor], None]
 
 _REFUSED = {
     "delay_all_reduce_named_params": (
@@ -78,6 +81,8 @@ class Reducers:
         self.moved: bool = False
         self._left = ""
         self._accumulates = False
+        self._alone = False
+        self._incomplete = False
 
     def why_not_captured(self) -> str:
         """Return why no step of the model can be captured, and what to write instead; "" if it can."""
@@ -163,6 +168,12 @@ class Reducers:
         for ddp in self._wrappers:
             ddp.require_forward_param_sync = first
 
+    def begin_eager_call(self) -> None:
+        """Do so before an eager call, and find what lies in which bucket, which the call may need (`exchanging`)."""
+        self.begin_call()
+        for ddp in self._wrappers:
+            lay_out(ddp)
+
     def begin_capture(self) -> None:
         """Stop the clocks of the modules. To be called before each capture."""
         self.begin_call()
@@ -172,7 +183,7 @@ class Reducers:
     @property
     def idle(self) -> bool:
         """Whether the last backward has averaged all gradients, and did not raise before that."""
-        return all(map(is_idle, self._wrappers))
+        return not self._incomplete and all(map(is_idle, self._wrappers))
 
     def refuse_unfinished(self) -> None:
         """Raise an `AmpkitError` if the last backward has not averaged all gradients."""
@@ -186,6 +197,7 @@ class Reducers:
     def reset(self) -> None:
         """Let the next forward run, though a backward has raised. All graphs must be dropped. To be called by all ranks
         at a time."""
+        self._incomplete = False
         for ddp in self._wrappers:
             reset(ddp)
 
@@ -200,23 +212,53 @@ class Reducers:
             share: the size of the parameters that the compiler sees, as a share of those that the buckets have.
         """
         with Undo() as undo:
+            replace(undo, self, "_alone", True)
             for ddp in self._wrappers:
                 replace(undo, ddp, "require_backward_grad_sync", False)
                 replace(undo, ddp, "require_forward_param_sync", False)
                 replace(undo, ddp, "bucket_bytes_cap", bucket_bytes(ddp, share))
             yield
 
-    def deliveries(self) -> dict[nn.Parameter, Deliver]:
-        """Return, by parameter, what is to be called in a backward in which a copy of the parameter gets the gradient.
+    @contextmanager
+    def exchanging(self, copies: Mapping[nn.Parameter, nn.Parameter], give: Give) -> Iterator[None]:
+        """Context for a forward and backward in which copies of parameters get the gradients.
 
-        It takes a function that gives the gradient to the parameter. It calls that, and tells the Reducer, if gradients
-        are averaged in this backward. Otherwise it does nothing.
+        Where nothing but the default is asked for, an `Exchange` averages the gradients in place of the Reducer.
+        Otherwise each gradient is given to its parameter as soon as it is there, and the Reducer is told.
+
+        Args:
+            copies: by parameter.
+            give: takes a parameter and its copy, and moves the gradient from the one to the other.
         """
-        return {
-            param: functools.partial(_deliver, ddp, call)
-            for ddp in self._wrappers
-            for param, call in gradient_calls(ddp).items()
-        }
+        self._incomplete = False
+        exchanges: list[Exchange] = []
+        with Undo() as undo:
+            for ddp in self._wrappers:
+                calls, buckets = gradient_calls(ddp), buckets_of(ddp)
+                if buckets and ddp.require_backward_grad_sync and all(param.grad is None for param in calls):
+                    exchanges.append(exchange := Exchange(ddp, buckets))
+                    undo.note(setattr, ddp, "require_forward_param_sync", True)  # for evaluations of the user's
+                    replace(undo, ddp, "require_backward_grad_sync", False)
+                    for param in calls:
+                        leaf = copies.get(param, param)
+                        hook = functools.partial(self._take, exchange, param)
+                        undo.note(leaf.register_post_accumulate_grad_hook(hook).remove)
+                else:
+                    for param, call in calls.items():
+                        if param in copies:
+                            hook = functools.partial(_deliver, ddp, functools.partial(give, param), call)
+                            undo.note(copies[param].register_post_accumulate_grad_hook(hook).remove)
+                replace(undo, ddp, "_distributed_broadcast_coalesced", functools.partial(broadcast_coalesced, ddp))
+            yield
+            self._incomplete = not all([exchange.finish() for exchange in exchanges])
+
+    def _take(self, exchange: Exchange, param: nn.Parameter, leaf: Tensor) -> None:
+        if self._alone:
+            return
+        gradient = leaf.grad
+        assert gradient is not None  # this hook is called behind its accumulation
+        leaf.grad = None
+        exchange.take(param, gradient)
 
 
 def why_not_compiled(model: nn.Module) -> str:
@@ -233,9 +275,11 @@ def why_not_compiled(model: nn.Module) -> str:
     return ""
 
 
-def _deliver(ddp: DistributedDataParallel, call: Callable[[], None], give: Callable[[], None]) -> None:
+def _deliver(
+    ddp: DistributedDataParallel, give: Callable[[Tensor], None], call: Callable[[], None], copy: Tensor
+) -> None:
     if ddp.require_backward_grad_sync:
-        give()
+        give(copy)
         call()
 
 

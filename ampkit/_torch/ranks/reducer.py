@@ -4,6 +4,7 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from ..._undo import Undo
 from ..autograd.autograd import current_node
 from ..autograd.gradient_nodes import node_notes
 from ..guard import private
+
+Buckets = Sequence[Sequence[nn.Parameter]]
 
 _MARK = "ampkit: the Reducer"  # a key of the metadata of autograd nodes
 _BUILT_IN = "BuiltinCommHookType."  # begins what the log has of a hook that is written in C++
@@ -122,6 +125,7 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     name, hook, state = communication_hook(ddp)
     for param in params:
         node_notes(param)[_MARK] = "old"
+    _buckets.pop(ddp, None)
     del ddp.reducer, ddp.logger  # a node ends with the last reference to it
     if any(node_notes(param) for param in params):
         gc.collect()  # a loss in a cycle may have kept them
@@ -145,6 +149,35 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     for param in params:
         node_notes(param)[_MARK] = "new"
     return kept
+
+
+_buckets: "WeakKeyDictionary[DistributedDataParallel, Buckets]" = WeakKeyDictionary()
+
+
+def lay_out(ddp: DistributedDataParallel) -> None:
+    """Have the Reducer lay out its buckets now, if the next forward would, and note them for `buckets_of`.
+
+    To be called eagerly, by all ranks at a time. torch lays out the buckets of a Reducer once, behind its first
+    backward, and tells what is in them with zeros in place of the gradients.
+
+    Sync: waits for the other ranks if there is something to lay out.
+    """
+    if peculiarity(ddp):
+        return
+    if torch.is_grad_enabled() and private(ddp.reducer, "_rebuild_buckets")():
+        ddp._has_rebuilt_buckets = True
+    if ddp._has_rebuilt_buckets and ddp not in _buckets:
+        made = private(ddp.reducer, "_get_zeros_like_grad_buckets")()
+        _buckets[ddp] = [bucket.parameters() for bucket in made]
+
+
+def buckets_of(ddp: DistributedDataParallel) -> Buckets | None:
+    """Return the parameters of each bucket of a Reducer, in the order in which they lie there.
+
+    None if they are not known yet, or if the Reducer does not what it does by default.
+    """
+    hooked, _, _ = communication_hook(ddp)
+    return None if hooked or ddp.static_graph or ddp.find_unused_parameters else _buckets.get(ddp)
 
 
 def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[[], None]]:
@@ -185,6 +218,7 @@ def reset(ddp: DistributedDataParallel) -> None:
 
     The Reducer lays out new buckets in the two steps to come, so that graphs must not be replayed any more.
     """
+    _buckets.pop(ddp, None)
     private(ddp.reducer, "_reset_state")()
     ddp._has_rebuilt_buckets = False
 

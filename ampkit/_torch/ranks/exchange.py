@@ -1,0 +1,85 @@
+"""Averaging gradients over processes within one backward, as the C++ `Reducer` does, in fewer kernels."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..guard import private
+from ..tensors.tensors import foreach_copy_
+from .reducer import Buckets
+
+
+class Exchange:
+    """Averages the gradients of one backward over processes. The bits are those of the Reducer.
+
+    The Reducer copies each gradient into a bucket as soon as it is there, divided by the number of processes, and back
+    when the bucket is averaged (`mark_variable_ready_dense` and `finalize_bucket_dense` in
+    torch/csrc/distributed/c10d/reducer.cpp). Here all gradients of a bucket are cast and copied at once, and stay
+    there. Messages have the same sizes and order, so that other processes may have a Reducer.
+
+    Args:
+        ddp: the model.
+        buckets: its parameters, by bucket; see `buckets_of`.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, buckets: Buckets) -> None:
+        self._ddp = ddp
+        self._buckets = buckets
+        self._found: dict[nn.Parameter, Tensor] = {}
+        self._sent: list[tuple[Any, Sequence[nn.Parameter], list[Tensor]]] = []
+
+    def take(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Take the gradient of a parameter, in any dtype. Send what is complete. To be called within the backward."""
+        self._found[param] = gradient
+        for params in self._buckets[len(self._sent) :]:
+            if not self._found.keys() >= set(params):
+                break
+            with torch.no_grad():
+                self._send(params)
+
+    def _send(self, params: Sequence[nn.Parameter]) -> None:
+        bucket = params[0].new_empty(sum(param.numel() for param in params))
+        parts = bucket.split([param.numel() for param in params])
+        views = [_in_layout_of(param, part) for param, part in zip(params, parts, strict=True)]
+        foreach_copy_(views, [self._found.pop(param) for param in params])
+        group: Any = private(self._ddp, "process_group")
+        bucket.mul_(1 / group.size())  # `div_` would round differently where the size is no power of two
+        self._sent.append((torch.distributed.all_reduce(bucket, group=group, async_op=True), params, views))
+
+    def finish(self) -> bool:
+        """Give the parameters their gradients; return whether none is missing. To be called behind the backward.
+
+        Sync: the current stream waits for the exchange.
+        """
+        for work, params, views in self._sent:
+            work.wait()
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+        return not self._sent or (not self._found and len(self._sent) == len(self._buckets))
+
+
+def _in_layout_of(param: nn.Parameter, part: Tensor) -> Tensor:
+    """View a part of a bucket as the Reducer does (`initialize_bucket_views`)."""
+    if private(torch.ops.aten, "is_non_overlapping_and_dense")(param):
+        return part.as_strided(param.shape, param.stride(), part.storage_offset())
+    return part.view(param.shape)
+
+
+def broadcast_coalesced(
+    ddp: DistributedDataParallel, tensors: Sequence[Tensor], bucket_bytes: int, authoritative_rank: int = 0
+) -> None:
+    """Copy buffers from one process to all, in the messages of the method of `DistributedDataParallel` of this name.
+
+    The method copies each tensor by itself (`BroadcastWork` in torch/csrc/distributed/c10d/comm.cpp). Sync: none.
+    """
+    group: Any = private(ddp, "process_group")
+    buckets, _ = private(torch.distributed, "_compute_bucket_assignment_by_size")(tensors, [bucket_bytes])
+    for indices in buckets:
+        found = [tensors[i] for i in indices]
+        bucket = torch.cat([tensor.reshape(-1) for tensor in found])
+        torch.distributed.broadcast(bucket, group=group, group_src=authoritative_rank)
+        parts = bucket.split([tensor.numel() for tensor in found])
+        foreach_copy_(found, [part.view(tensor.shape) for part, tensor in zip(parts, found, strict=True)])

@@ -84,8 +84,11 @@ class WarmUp:
                     layout.count_call(cold)
             undo.forget()
         unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
-        unaveraged = "" if layout.problem else why_not_averaged()  # which is said once
-        problem = "\n".join(filter(None, (layout.problem, unaveraged, unreadable)))
+        unaveraged = why_not_averaged()
+        if unaveraged in layout.problem:  # it is said once
+            unaveraged = ""
+        # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
+        problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs, drawn
 

@@ -44,7 +44,10 @@ class Exchange:
         bucket = params[0].new_empty(sum(param.numel() for param in params))
         parts = bucket.split([param.numel() for param in params])
         views = [_in_layout_of(param, part) for param, part in zip(params, parts, strict=True)]
-        foreach_copy_(views, [self._found.pop(param) for param in params])
+        pairs = [(view, self._found.pop(param)) for view, param in zip(views, params, strict=True)]
+        for dtype in dict.fromkeys(gradient.dtype for _, gradient in pairs):  # a mixed list is copied one by one
+            alike = [pair for pair in pairs if pair[1].dtype is dtype]
+            foreach_copy_([view for view, _ in alike], [gradient for _, gradient in alike])
         group: Any = private(self._ddp, "process_group")
         bucket.mul_(1 / group.size())  # `div_` would round differently where the size is no power of two
         self._sent.append((torch.distributed.all_reduce(bucket, group=group, async_op=True), params, views))

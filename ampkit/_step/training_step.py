@@ -191,7 +191,7 @@ class TrainingStep:
     def captured(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same, bit by bit, with the working weights. This is what a graph records."""
         # `fully_shard` casts weights itself, if its MixedPrecisionPolicy says so.
-        weights = nullcontext() if self.ranks.sharded else self._working.in_place()
+        weights = nullcontext() if self.ranks.sharded else self._working.cached()
         return self._run(phase, args, kwargs, weights, steps=phase.last and not self.place.behind)
 
     def whole(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -334,7 +334,9 @@ class TrainingStep:
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
-        self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss).backward()
+        scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        with self._working.expecting(scaled):
+            scaled.backward()
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -1,15 +1,27 @@
-"""Working weights: copies in low precision of the weights that autocast would cast, and how the gradients get back."""
+"""Working weights: copies in low precision of the weights that autocast would cast, and how the gradients get back.
+
+In a captured step the copies lie in autocast's own cache of casts, so that user code sees the parameters themselves.
+What compiled code reads are its inputs, and there the copies are the parameters of the modules (`in_place`).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._capture.ranks.reducers import Reducers
-from .._torch.autograd.autograd import graph_nodes, leaf_hooks, output_dtype, post_accumulate_hooks
+from .._torch.autograd.autograd import (
+    current_graph_task,
+    graph_nodes,
+    leaf_hooks,
+    output_dtype,
+    post_accumulate_hooks,
+)
+from .._torch.tensors.cast_cache import enter_autocast, fill_cache
 from .._torch.tensors.fast_paths import autocast_of_parts
 from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
@@ -28,9 +40,8 @@ class WorkingWeights:
     """Copies of weights in the dtype that autocast casts them to.
 
     Autocast takes two small kernels per weight: it casts the weight in forward, and its gradient in backward. With
-    working weights there are two kernels for all weights together. The copies are parameters of the modules only while
-    forward and backward run. Before and after that the modules have the master weights, so that optimizers,
-    checkpoints and averages see those alone.
+    working weights there are two kernels for all weights together. Optimizers, checkpoints and averages see the master
+    weights alone.
 
     The bits are those of autocast. A weight gets a copy only if an eager step has done nothing with it but cast it
     once, and if its gradient came back through that cast.
@@ -57,6 +68,9 @@ class WorkingWeights:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
         self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # of casts, in a backward
+        self._task = -1  # the number of that backward
+        self._exchanged: Callable[[nn.Parameter, Tensor], bool] | None = None
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -94,8 +108,60 @@ class WorkingWeights:
                 self._copies[param] = self._all[param, dtype]
 
     @contextmanager
+    def cached(self) -> Iterator[None]:
+        """Context for forward and backward, in which autocast finds the copies where it keeps its casts.
+
+        A cast of a copy gives its gradient to `_taken`, in the backward that begins at what `expect` was given. At the
+        end these gradients are added to those of the master weights. If processes average gradients within the
+        backward, they go the way of any other gradient there. Sync: none.
+        """
+        params = self._model.parameters()
+        copies = {param: self._copies[param] for param in params if param in self._copies}
+        with torch.no_grad():
+            if copies:
+                self._write(list(copies.values()), list(copies))
+        averaging: Any = nullcontext() if self._averaging is None else self._averaging.exchanging({}, _give)
+        with Undo() as undo:
+            undo.note(self._gradients.clear)
+            with averaging as self._exchanged:
+                if copies:
+                    enter_autocast(undo, partial(fill_cache, copies, self._taken))
+                yield
+            with torch.no_grad():
+                self._add_taken()
+
+    @contextmanager
+    def expecting(self, loss: Tensor) -> Iterator[None]:
+        """Context for the backward that begins at this tensor, which adds to the gradients of the weights.
+
+        Backward passes within it, and those of the user's, get the gradients of casts as from any other cast.
+        """
+        with Undo() as undo:
+            undo.note(setattr, self, "_task", -1)
+            undo.note(loss.register_hook(lambda _: setattr(self, "_task", current_graph_task())).remove)
+            yield
+
+    def _taken(self, master: nn.Parameter, gradient: Tensor) -> bool:
+        """Return whether the gradient of a cast was taken here. Otherwise it is to be cast, and goes on its way."""
+        if current_graph_task() != self._task:
+            return False
+        if self._averaging is not None:
+            assert self._exchanged is not None
+            return self._exchanged(master, gradient)
+        if master in self._gradients:  # in this backward, the second cast of the weight
+            with torch.no_grad():
+                self._add_taken()
+            return False
+        self._gradients[master] = gradient
+        return True
+
+    def _add_taken(self) -> None:
+        _add_cast(list(self._gradients.items()))
+        self._gradients.clear()
+
+    @contextmanager
     def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
-        """Context for forward and backward, in which the modules have the copies as their parameters.
+        """Context for forward and backward of compiled code, in which the modules have the copies as their parameters.
 
         At its end the gradients of the copies are added to those of the master weights. If processes average gradients
         within the backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
@@ -172,14 +238,19 @@ def _give(master: nn.Parameter, copy: Any) -> None:
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:
-    """Cast the gradients of the copies and add them to those of the master weights: one kernel each for all."""
-    made = [(master, copy.grad, torch.empty_like(master)) for copy, master in masters.items() if copy.grad is not None]
+    """Cast the gradients of the copies and add them to those of the master weights."""
+    _add_cast([(master, copy.grad) for copy, master in masters.items() if copy.grad is not None])
+
+
+def _add_cast(gradients: "list[tuple[nn.Parameter, Tensor]]") -> None:
+    """Cast gradients and add them to those of their parameters: one kernel each for all."""
+    made = [(master, torch.empty_like(master)) for master, _ in gradients]
     if not made:
         return
-    foreach_copy_([fresh for _, _, fresh in made], [grad for _, grad, _ in made])
-    sums = [(master.grad, fresh) for master, _, fresh in made if master.grad is not None]
+    foreach_copy_([fresh for _, fresh in made], [gradient for _, gradient in gradients])
+    sums = [(master.grad, fresh) for master, fresh in made if master.grad is not None]
     if sums:
         foreach_add_([grad for grad, _ in sums], [fresh for _, fresh in sums])
-    for master, _, fresh in made:
+    for master, fresh in made:
         if master.grad is None:
             master.grad = fresh

@@ -1,6 +1,7 @@
 """Working weights: which ones a captured step holds in the compute dtype, with eager's bits, and who sees them."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from harness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import ampkit
 
@@ -172,3 +175,117 @@ def test_masters_are_the_weights(engine: Engine, access: str) -> None:
         assert abs(out.loss - torch.tensor(10.0).log()) < 0.01  # all logits are 0, and bfloat16 has 8 bits
     assert_same(expected.detach().float(), out.loss)
     assert step.replays == 3
+
+
+class Seen(nn.Module):
+    """A linear layer and code that asks what its weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.fc.weight.multiplier = 3.0  # type: ignore[assignment]
+        self.first_params = list(self.parameters())  # a plain list, made once
+        self.by_param = {param: 1.0 + i for i, param in enumerate(self.parameters())}
+        self.by_id = {id(self.fc.weight): 3.0}
+        self.kept = weakref.ref(self.fc.weight)
+
+    def norm(self) -> Tensor:
+        return 1 + 1000 * self.fc.weight.detach().float().norm() % 1
+
+
+def penalty(model: Seen, x: Tensor, params: list[Tensor]) -> Tensor:
+    loss = model.fc(model.body(x)).float().square().mean()
+    gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    return loss + sum(each.square().sum() for each in gradients if each is not None)
+
+
+def with_hook(model: Seen, x: Tensor) -> Tensor:
+    hidden = model.body(x)
+    hidden.register_hook(lambda gradient: gradient * model.norm())
+    out: Tensor = model.fc(hidden)
+    return out
+
+
+def in_two_contexts(model: Seen, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        hidden = model.body(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        out: Tensor = model.fc(hidden)
+    return out
+
+
+LOOKS: dict[str, Callable[[Seen, Tensor], Tensor]] = {
+    "dtype": lambda m, x: (m.fc(m.body(x)).to(m.fc.weight.dtype) * 1.1).cumsum(1),
+    "table by dtype": lambda m, x: m.fc(m.body(x)) * {torch.float32: 1.0, torch.bfloat16: 2.0}[m.fc.weight.dtype],
+    "bytes": lambda m, x: m.fc(m.body(x)) * (1 + m.fc.weight.nbytes / 1000),
+    "attribute": lambda m, x: m.fc(m.body(x)) * m.fc.weight.multiplier,  # type: ignore[operator]
+    "getattr": lambda m, x: m.fc(m.body(x)) * getattr(m.fc.weight, "multiplier", 1.0),
+    "table by parameter": lambda m, x: m.fc(m.body(x)) * m.by_param[m.fc.weight],
+    "table by id": lambda m, x: m.fc(m.body(x)) * m.by_id.get(id(m.fc.weight), 1.0),
+    "weak reference": lambda m, x: m.fc(m.body(x)) * (2.0 if m.kept() is m.fc.weight else 1.0),
+    "gradients with respect to parameters": lambda m, x: penalty(m, x, list(m.parameters())),
+    "with respect to those kept outside": lambda m, x: penalty(m, x, m.first_params),  # type: ignore[arg-type]
+    "backward hook": with_hook,
+    "checkpoint": lambda m, x: m.fc(checkpoint(m.body, x, use_reentrant=False)),
+    "reentrant checkpoint": lambda m, x: m.fc(checkpoint(m.body, x.requires_grad_(), use_reentrant=True)),
+    "two contexts of the user's": in_two_contexts,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.quick(2)
+def test_code_sees_the_parameters_themselves(engine: Engine, policy: str, look: str) -> None:
+    """W3: what user code asks of a weight, in forward and backward, it is told of the parameter: dtype, identity,
+    attributes, values, and gradients with respect to it.
+    """
+    own_context = look == "two contexts of the user's"
+
+    def trajectory(graph: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = Seen().to(engine[0])
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(
+            lambda model, x: LOOKS[look](model, x.clone()).float().square().mean(),
+            model,
+            optimizer,
+            policy=None if own_context else policy,
+            graph=graph,
+            on_failure="raise",
+        )
+        history = []
+        for i in range(8):
+            out = step(torch.full((2, 8), 0.1 * i + 0.1, device=engine[0]))
+            history.append((out.loss, training_state(model, optimizer, step.scaler)))
+        if graph != "off":
+            assert step.replays > 0
+            assert len(step._window._step._working) > 0 or look == "backward hook"
+        return history
+
+    with deterministic():
+        assert_same(trajectory("off"), trajectory(engine[1]))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_no_weight_is_cast_by_itself(recomputed: bool) -> None:
+    """G12: autocast takes the copies in place of casts, also where a backward computes a part of the forward again."""
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        return x.float().square().mean()
+
+    def casts(graph: str) -> int:
+        model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = ampkit.graphed_step(loss_fn, model, optimizer, policy="bfloat16", graph=graph, on_failure="raise")
+        for _ in range(5):
+            step(torch.ones(2, 8))
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as found:
+            step(torch.ones(2, 8))
+        copies = [event for event in found.events() if event.name == "aten::copy_" and event.input_shapes[0] == [8, 8]]
+        return sum(event.cpu_parent.name == "aten::_to_copy" for event in copies)
+
+    assert casts("off") == 6 + 3 * recomputed  # each weight, its gradient, and each weight once more
+    assert casts("emulate") == 0

@@ -220,43 +220,53 @@ class Reducers:
             yield
 
     @contextmanager
-    def exchanging(self, copies: Mapping[nn.Parameter, nn.Parameter], give: Give) -> Iterator[None]:
-        """Context for a forward and backward in which copies of parameters get the gradients.
+    def exchanging(
+        self, copies: Mapping[nn.Parameter, nn.Parameter], give: Give
+    ) -> Iterator[Callable[[nn.Parameter, Tensor], bool]]:
+        """Context for a forward and backward in which gradients are averaged.
 
-        Where nothing but the default is asked for, an `Exchange` averages the gradients in place of the Reducer.
-        Otherwise each gradient is given to its parameter as soon as it is there, and the Reducer is told.
+        Where nothing but the default is asked for, an `Exchange` averages them in place of the Reducer. Otherwise the
+        Reducer does, which is told of the gradients of copies.
 
         Args:
-            copies: by parameter.
+            copies: what gets the gradients in place of parameters, by parameter.
             give: takes a parameter and its copy, and moves the gradient from the one to the other.
+
+        Yields:
+            What takes the gradient of a parameter, in any dtype, within the backward; it returns False where the
+            Reducer averages, which needs the gradient to be accumulated.
         """
         self._incomplete = False
-        exchanges: list[Exchange] = []
+        exchanges: dict[nn.Parameter, Exchange] = {}
         with Undo() as undo:
             for ddp in self._wrappers:
                 calls, buckets = gradient_calls(ddp), buckets_of(ddp)
                 if buckets and ddp.require_backward_grad_sync and all(param.grad is None for param in calls):
-                    exchanges.append(exchange := Exchange(ddp, buckets))
+                    exchanges.update(dict.fromkeys(calls, Exchange(ddp, buckets)))
                     undo.note(setattr, ddp, "require_forward_param_sync", True)  # for evaluations of the user's
                     replace(undo, ddp, "require_backward_grad_sync", False)
                     for param in calls:
-                        leaf = copies.get(param, param)
-                        hook = functools.partial(self._take, exchange, param)
-                        undo.note(leaf.register_post_accumulate_grad_hook(hook).remove)
+                        hook = functools.partial(self._take, exchanges[param], param)
+                        undo.note(copies.get(param, param).register_post_accumulate_grad_hook(hook).remove)
                 else:
-                    for param, call in calls.items():
-                        if param in copies:
-                            hook = functools.partial(_deliver, ddp, functools.partial(give, param), call)
-                            undo.note(copies[param].register_post_accumulate_grad_hook(hook).remove)
+                    for param in copies.keys() & calls.keys():
+                        hook = functools.partial(_deliver, ddp, functools.partial(give, param), calls[param])
+                        undo.note(copies[param].register_post_accumulate_grad_hook(hook).remove)
                 replace(undo, ddp, "_distributed_broadcast_coalesced", functools.partial(broadcast_coalesced, ddp))
-            yield
-            self._incomplete = not all([exchange.finish() for exchange in exchanges])
+
+            def take(param: nn.Parameter, gradient: Tensor) -> bool:
+                if param not in exchanges:
+                    return False
+                exchanges[param].take(param, gradient)
+                return True
+
+            yield take
+            self._incomplete = not all([exchange.finish() for exchange in dict.fromkeys(exchanges.values())])
 
     def _take(self, exchange: Exchange, param: nn.Parameter, leaf: Tensor) -> None:
-        if self._alone:
+        gradient = leaf.grad  # None if a cast's gradient was taken: the hook is called all the same
+        if self._alone or gradient is None:
             return
-        gradient = leaf.grad
-        assert gradient is not None  # this hook is called behind its accumulation
         leaf.grad = None
         exchange.take(param, gradient)
 

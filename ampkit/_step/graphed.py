@@ -50,6 +50,7 @@ def graphed(
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
     annotate: bool = False,
+    host_writes: str = "name",
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
@@ -78,6 +79,7 @@ def graphed(
         memory_budget: as for `graphed_step`.
         capturing: as for `graphed_step`.
         annotate: as for `graphed_step`.
+        host_writes: as for `graphed_step`.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -98,6 +100,7 @@ def graphed(
         memory_budget=memory_budget,
         capturing=capturing,
         annotate=annotate,
+        host_writes=host_writes,
     ).checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     for module in modules:

@@ -61,6 +61,7 @@ def graphed_step(
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
     annotate: bool = False,
+    host_writes: str = "name",
     compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
@@ -130,6 +131,9 @@ def graphed_step(
         annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
             kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
             under torch.profiler, and waits for the device.
+        host_writes: what happens where each call changes a number of the host, or makes a list or dict longer, which a
+            replay would not do. "name": such a line is one that cannot be captured. "ignore": it is captured, and the
+            number stays as the capture leaves it.
         compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
             "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
             have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
@@ -158,6 +162,7 @@ def graphed_step(
         memory_budget=memory_budget,
         capturing=capturing,
         annotate=annotate,
+        host_writes=host_writes,
     ).checked("graphed_step")
     check_kinds(model, loss_fn, accumulate, buckets, numerics)
     free_whole_parameters(model)

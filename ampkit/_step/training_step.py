@@ -335,8 +335,7 @@ class TrainingStep:
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
         scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
-        with self._working.expecting(scaled):
-            scaled.backward()
+        self._working.begin(scaled).backward()
         return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

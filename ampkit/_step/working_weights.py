@@ -21,7 +21,7 @@ from .._torch.autograd.autograd import (
     output_dtype,
     post_accumulate_hooks,
 )
-from .._torch.tensors.cast_cache import enter_autocast, fill_cache
+from .._torch.tensors.cast_cache import beginning, enter_autocast, fill_cache
 from .._torch.tensors.fast_paths import autocast_of_parts
 from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
@@ -69,7 +69,7 @@ class WorkingWeights:
         self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
         self._refused: set[nn.Parameter] = set()
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of casts, in a backward
-        self._task = -1  # the number of that backward
+        self._casts, self._task = False, -1  # whether there are copies for them, and the number of that backward
         self._exchanged: Callable[[nn.Parameter, Tensor], bool] | None = None
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class WorkingWeights:
     def cached(self) -> Iterator[None]:
         """Context for forward and backward, in which autocast finds the copies where it keeps its casts.
 
-        A cast of a copy gives its gradient to `_taken`, in the backward that begins at what `expect` was given. At the
+        A cast of a copy gives its gradient to `_taken`, in the backward that begins at what `begin` returned. At the
         end these gradients are added to those of the master weights. If processes average gradients within the
         backward, they go the way of any other gradient there. Sync: none.
         """
@@ -122,7 +122,8 @@ class WorkingWeights:
                 self._write(list(copies.values()), list(copies))
         averaging: Any = nullcontext() if self._averaging is None else self._averaging.exchanging({}, _give)
         with Undo() as undo:
-            undo.note(self._gradients.clear)
+            undo.note(self._end_casts)
+            self._casts = bool(copies)
             with averaging as self._exchanged:
                 if copies:
                     enter_autocast(undo, partial(fill_cache, copies, self._taken))
@@ -130,16 +131,15 @@ class WorkingWeights:
             with torch.no_grad():
                 self._add_taken()
 
-    @contextmanager
-    def expecting(self, loss: Tensor) -> Iterator[None]:
-        """Context for the backward that begins at this tensor, which adds to the gradients of the weights.
+    def begin(self, loss: Tensor) -> Tensor:
+        """Return the loss at which the backward is to begin that adds to the gradients of the weights.
 
         Backward passes within it, and those of the user's, get the gradients of casts as from any other cast.
         """
-        with Undo() as undo:
-            undo.note(setattr, self, "_task", -1)
-            undo.note(loss.register_hook(lambda _: setattr(self, "_task", current_graph_task())).remove)
-            yield
+        return beginning(loss, self._note_task) if self._casts else loss
+
+    def _note_task(self) -> None:
+        self._task = current_graph_task()
 
     def _taken(self, master: nn.Parameter, gradient: Tensor) -> bool:
         """Return whether the gradient of a cast was taken here. Otherwise it is to be cast, and goes on its way."""
@@ -154,6 +154,10 @@ class WorkingWeights:
             return False
         self._gradients[master] = gradient
         return True
+
+    def _end_casts(self) -> None:
+        self._casts, self._task = False, -1
+        self._gradients.clear()
 
     def _add_taken(self) -> None:
         _add_cast(list(self._gradients.items()))

@@ -51,6 +51,7 @@ class AmpkitCallback(Callback):
             new in each of 32 calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises
             `CaptureError`.
         annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
+        host_writes: as for `graphed_step`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
         compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the
@@ -85,6 +86,7 @@ class AmpkitCallback(Callback):
         verify: int = 0,
         on_failure: str = "parts",
         annotate: bool = False,
+        host_writes: str = "name",
         numerics: int | None = None,
         memory: bool = False,
         validate: str | bool = "auto",
@@ -99,6 +101,7 @@ class AmpkitCallback(Callback):
             max_graphs=max_graphs,
             memory_budget=memory_budget,
             annotate=annotate,
+            host_writes=host_writes,
         ).checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")

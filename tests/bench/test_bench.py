@@ -190,11 +190,12 @@ def test_json_to_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("on_cpu")
 def test_every_variant_gets_the_same_input(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--input: all get what `loss_fn` takes, in the dtype of the policy, in channels_last where it was uint8."""
-    seen: list[tuple[Tensor, ...]] = []
+    layout = torch.channels_last if source == "uint8" else torch.contiguous_format
 
-    def watched(model: nn.Module, *batch: Tensor) -> Tensor:
-        seen.append(batch)
-        return weighted(model, *batch)
+    def watched(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        assert (x.shape, x.dtype, y.dtype, weights.shape) == ((4, 3, 8, 8), torch.float32, torch.int64, (4,))
+        assert x.is_contiguous(memory_format=layout)
+        return weighted(model, x, y, weights)
 
     monkeypatch.setattr("mine.pictures", lambda batch: (watched, *pictures(batch)[1:]))
     keys = ["amp", "graphed", *(["lightning"] if find_spec("lightning") else [])]
@@ -203,10 +204,6 @@ def test_every_variant_gets_the_same_input(source: str, tmp_path: Path, monkeypa
     (result,) = figures["results"]
     assert result["batch"] == 4
     assert [(row["error"], row["off"]) for row in result["rows"]] == [("", False)] * len(keys)
-    layout = torch.channels_last if source == "uint8" else torch.contiguous_format
-    for x, y, weights in seen:
-        assert (x.shape, x.dtype, y.dtype, weights.shape) == ((4, 3, 8, 8), torch.float32, torch.int64, (4,))
-        assert x.is_contiguous(memory_format=layout)
 
 
 def test_images_survive_uint8() -> None:

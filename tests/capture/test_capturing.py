@@ -90,7 +90,7 @@ def trained(
     history = []
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
-        step = ampkit.graphed_step(mean, model, optimizer, graph=graph, **options)
+        step = ampkit.graphed_step(mean, model, optimizer, graph=graph, **options, host_writes="ignore")
         for i in range(calls):
             x = torch.linspace(-1, 1, 24, device=device).reshape(4, 6) + i / 8
             history.append((step(x).loss, x, training_state(model, optimizer, step.scaler)))
@@ -103,7 +103,7 @@ def by_hand(engine: tuple[str, str], answers: list[bool], checkpointed: bool = F
     torch.manual_seed(0)
     model = Masked(checkpointed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-5, fused=True)
-    step = ampkit.graphed_step(mean, model, optimizer, graph="off", capturing=False)
+    step = ampkit.graphed_step(mean, model, optimizer, graph="off", capturing=False, host_writes="ignore")
     history = []
     with deterministic():
         for i, answer in enumerate(answers):
@@ -175,7 +175,7 @@ def test_it_is_told_so_again_after_a_change(engine: tuple[str, str]) -> None:
     device, graph = engine
     model = Masked().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
-    step = ampkit.graphed_step(mean, model, optimizer, graph=graph)
+    step = ampkit.graphed_step(mean, model, optimizer, graph=graph, host_writes="ignore")
     x = torch.ones(4, 6, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.CaptureWarning)
@@ -193,7 +193,9 @@ def test_what_it_may_be() -> None:
     """A ValueError names the argument and what came."""
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"graphed_step\(capturing='yes'\).*'auto', True or False"):
-        ampkit.graphed_step(mean, model, torch.optim.SGD(model.parameters(), lr=0.1), capturing="yes")
+        ampkit.graphed_step(
+            mean, model, torch.optim.SGD(model.parameters(), lr=0.1), capturing="yes", host_writes="ignore"
+        )
 
 
 def test_sync_batch_norm_takes_one_branch() -> None:

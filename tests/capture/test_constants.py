@@ -46,7 +46,7 @@ def make(power: int = 2, **options: Any) -> tuple[Any, Net]:
         return F.mse_loss(model(x) * MASK, x) * CONFIG.loss["l1"] ** power * rate
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate", **options), model
+    return ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate", **options, host_writes="ignore"), model
 
 
 def train(step: Any, calls: int = 7) -> None:
@@ -124,7 +124,9 @@ def test_few_values_of_a_small_model_are_compared() -> None:
     """R7: the functions of Python's library that ampkit calls itself are no part of the step."""
     model = nn.Linear(4, 4)
     loss_fn: Callable[..., Tensor] = lambda model, x: model(x).sum()  # noqa: E731
-    step = ampkit.graphed_step(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate")
+    step = ampkit.graphed_step(
+        loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate", host_writes="ignore"
+    )
     train(step)
     assert {each.path for each in step.constants()} <= {"model.in_features", "model.out_features"}
 
@@ -133,7 +135,7 @@ def test_a_function_lists_them_too() -> None:
     """`graphed`: the same for a function. Before the first call there is none."""
     model = Net()
 
-    @ampkit.graphed(modules=[model], graph="emulate")
+    @ampkit.graphed(modules=[model], graph="emulate", host_writes="ignore")
     def evaluate(x: Tensor) -> Tensor:
         with torch.no_grad():
             return model(x) * CONFIG.loss["l1"]
@@ -188,7 +190,9 @@ def test_classes_that_answer_nothing_are_listed() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum() * KIND.scale * len([WEIGHT, KIND])
 
-    step = ampkit.graphed_step(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate")
+    step = ampkit.graphed_step(
+        loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate", host_writes="ignore"
+    )
     train(step)
     found = {each.path: each.value for each in step.constants()}
     assert (found["KIND.scale"], found["KIND"], found["WEIGHT"]) == ("2.0", "Kind", "a tensor, float32 [4]")

@@ -41,7 +41,11 @@ def make(engine: Engine, graph: str | None = None, **options: Any) -> tuple[ampk
     model = options.pop("model", None) or make_net(engine[0])
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     options = {"policy": "float32", "on_failure": "raise", "graph": graph or engine[1], **options}
-    return ampkit.graphed_step(options.pop("loss_fn", boosted_loss), model, optimizer, **options), model, optimizer
+    return (
+        ampkit.graphed_step(options.pop("loss_fn", boosted_loss), model, optimizer, **options, host_writes="ignore"),
+        model,
+        optimizer,
+    )
 
 
 def layouts(step: ampkit.GraphedStep) -> list[int]:
@@ -321,7 +325,9 @@ def test_a_param_group_that_goes(engine: Engine, graph: str | None) -> None:
     model = make_net(engine[0])
     groups = [{"params": model.conv.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1, fused=True)
-    step = ampkit.graphed_step(boosted_loss, model, optimizer, policy="float32", graph=graph or engine[1])
+    step = ampkit.graphed_step(
+        boosted_loss, model, optimizer, policy="float32", graph=graph or engine[1], host_writes="ignore"
+    )
     batches = make_batches(engine[0], [8] * 10)
     for batch in batches[:5]:
         step(*batch)
@@ -463,7 +469,13 @@ def test_a_step_that_verify_raises_for_was_done(accumulate: int) -> None:
         options = {"on_failure": "raise", "accumulate": accumulate, "scheduler": scheduler, "graph": graph}
         verify = 2 * (graph == "emulate")
         step = ampkit.graphed_step(
-            lambda m, x: m(x).square().mean(), model, optimizer, policy="float32", verify=verify, **options
+            lambda m, x: m(x).square().mean(),
+            model,
+            optimizer,
+            policy="float32",
+            verify=verify,
+            **options,
+            host_writes="ignore",
         )
         raised = []
         for _ in range(8):
@@ -560,7 +572,13 @@ def test_compiled_code_runs_on_behind_verify(fresh_dynamo: None) -> None:
     compiled = torch.compile(model, backend=backend)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     step = ampkit.graphed_step(
-        lambda m, x, y, _: F.cross_entropy(m(x), y), compiled, optimizer, policy="float32", verify=2, graph="emulate"
+        lambda m, x, y, _: F.cross_entropy(m(x), y),
+        compiled,
+        optimizer,
+        policy="float32",
+        verify=2,
+        graph="emulate",
+        host_writes="ignore",
     )
     counts = []
     for batch in make_batches("cpu", [8] * 8):

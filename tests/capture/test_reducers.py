@@ -156,7 +156,9 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 def step_of(ddp: nn.Module, **options: Any) -> ampkit.GraphedStep:
     params = [param for param in ddp.parameters() if param.requires_grad]
-    return ampkit.graphed_step(loss_fn, ddp, torch.optim.AdamW(params, fused=True), graph="emulate", **options)
+    return ampkit.graphed_step(
+        loss_fn, ddp, torch.optim.AdamW(params, fused=True), graph="emulate", **options, host_writes="ignore"
+    )
 
 
 def delayed() -> DistributedDataParallel:
@@ -283,7 +285,7 @@ def test_a_static_graph_does_not_accumulate(graph: str) -> None:
     ddp = DistributedDataParallel(net(), static_graph=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
     with pytest.raises(ValueError, match=r"graphed_step\(accumulate=2\): .*Leave out static_graph"):
-        ampkit.graphed_step(loss_fn, ddp, optimizer, accumulate=2, graph=graph)
+        ampkit.graphed_step(loss_fn, ddp, optimizer, accumulate=2, graph=graph, host_writes="ignore")
 
 
 def test_the_new_reducer_has_the_settings_of_the_old_one() -> None:
@@ -412,7 +414,9 @@ def test_functions_under_graphed_are_captured() -> None:
     ddp = DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
 
-    @ampkit.graphed(modules=(ddp,), optimizers=(optimizer,), graph="emulate", verify=2, on_failure="raise")
+    @ampkit.graphed(
+        modules=(ddp,), optimizers=(optimizer,), graph="emulate", verify=2, on_failure="raise", host_writes="ignore"
+    )
     def train(x: Tensor) -> Tensor:
         loss = loss_fn(ddp, x)
         loss.backward()
@@ -431,7 +435,7 @@ def test_an_evaluation_may_come_first(context: Callable[[], Any], find: bool) ->
     """L4: the Reducer is made anew in whatever mode the first call is, and trains later."""
     ddp = DistributedDataParallel(net(), find_unused_parameters=find)
 
-    @ampkit.graphed(modules=(ddp,), graph="emulate", on_failure="raise")
+    @ampkit.graphed(modules=(ddp,), graph="emulate", on_failure="raise", host_writes="ignore")
     def evaluate(x: Tensor) -> Tensor:
         return loss_fn(ddp, x)
 
@@ -470,7 +474,7 @@ def test_buffers_are_broadcast_in_a_graphed_function() -> None:
     ddp.module.register_forward_pre_hook(lambda *_: seen.append(ddp.require_forward_param_sync))
     optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)
 
-    @ampkit.graphed(modules=(ddp,), optimizers=(optimizer,), graph="emulate")
+    @ampkit.graphed(modules=(ddp,), optimizers=(optimizer,), graph="emulate", host_writes="ignore")
     def train(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = loss_fn(ddp, x)

@@ -38,6 +38,7 @@ def replaying(layers: int, accumulate: int) -> Callable[[], None]:
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000),
         warmup=1,
         graph="emulate",
+        host_writes="ignore",
     )
     batch = torch.randn(8, 4), torch.randint(4, (8,))
 

@@ -151,7 +151,7 @@ def train(world: World, graph: str, changes: list[Change], loss_fn: Any = None) 
     """Make six steps, then six more behind each change. Return state and losses behind each step, and the step."""
     device = next(world.model.parameters()).device
     optimizer = torch.optim.SGD(world.model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    step = ampkit.graphed_step(loss_fn or world.loss_fn, world.model, optimizer, graph=graph)
+    step = ampkit.graphed_step(loss_fn or world.loss_fn, world.model, optimizer, graph=graph, host_writes="ignore")
     made = torch.Generator().manual_seed(1)
     torch.manual_seed(2)
     found = []
@@ -381,7 +381,11 @@ def test_a_number_that_changes_in_each_call() -> None:
     """R9: nothing is captured until that stops, and a warning names the variable."""
     world = World("cpu")
     step = ampkit.graphed_step(
-        world.loss_fn, world.model, torch.optim.SGD(world.model.parameters(), lr=0.1), graph="emulate"
+        world.loss_fn,
+        world.model,
+        torch.optim.SGD(world.model.parameters(), lr=0.1),
+        graph="emulate",
+        host_writes="ignore",
     )
 
     def change() -> None:
@@ -449,7 +453,7 @@ def test_a_graphed_function(engine: Engine) -> None:
         world = World(device)
         optimizer = torch.optim.SGD(world.model.parameters(), lr=0.1, fused=True)
 
-        @ampkit.graphed(modules=(world.model,), optimizers=(optimizer,), graph=mode)
+        @ampkit.graphed(modules=(world.model,), optimizers=(optimizer,), graph=mode, host_writes="ignore")
         def train_step(x: Tensor, model: Any = world.model, optimizer: Any = optimizer) -> Tensor:
             loss = model(x).square().mean() * ALPHA
             loss.backward()
@@ -493,6 +497,7 @@ def test_after_step_reads_its_object() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
             graph=graph,
             after_step=average.update,
+            host_writes="ignore",
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ampkit.AmpkitWarning)
@@ -525,7 +530,11 @@ def test_a_module_that_was_never_initialized() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     step = ampkit.graphed_step(
-        lambda model, x: model(x).mean() * CRITERION.__dict__["scale"], model, optimizer, graph="emulate"
+        lambda model, x: model(x).mean() * CRITERION.__dict__["scale"],
+        model,
+        optimizer,
+        graph="emulate",
+        host_writes="ignore",
     )
     for _ in range(5):
         step(torch.ones(2, 4))
@@ -550,7 +559,9 @@ def test_a_module_that_is_no_part_of_the_model_counts_its_calls() -> None:
     globals()["CRITERION"] = criterion = Criterion()
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    step = ampkit.graphed_step(lambda model, x: CRITERION(model(x)), model, optimizer, graph="emulate")
+    step = ampkit.graphed_step(
+        lambda model, x: CRITERION(model(x)), model, optimizer, graph="emulate", host_writes="ignore"
+    )
     for _ in range(8):
         step(torch.ones(2, 4))
     assert (step.captures, step.replays) == (1, 5)

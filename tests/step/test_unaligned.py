@@ -36,7 +36,7 @@ def make(engine: Engine, loss_fn: LossFn, graph: str | None = None, **options: A
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 33), nn.GELU(), nn.Linear(33, 1)).to(engine[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph or engine[1], **options)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph or engine[1], **options, host_writes="ignore")
     return step, list(model.parameters())
 
 
@@ -189,7 +189,9 @@ def test_modules_around_a_line(engine: Engine, policy: str | None) -> None:
         torch.manual_seed(0)
         model = Slices().to(engine[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = ampkit.graphed_step(sums, model, optimizer, policy=policy, max_norm=1.0, graph=graph)
+        step = ampkit.graphed_step(
+            sums, model, optimizer, policy=policy, max_norm=1.0, graph=graph, host_writes="ignore"
+        )
         losses = [step(batch).loss for batch in slices(engine[0])]
         return step, (losses, list(model.parameters()))
 
@@ -213,7 +215,7 @@ def test_a_graphed_module_gets_slices(engine: Engine) -> None:
             graphed = ampkit.make_graphed_callables(module, (sample,), graph=graph)
             found = []
             for batch in slices(engine[0]):
-                out = graphed(batch.requires_grad_())
+                out = graphed(batch.requires_grad_(), host_writes="ignore")
                 out.square().sum().backward()
                 found.append(out.detach())
             results.append((found, [parameter.grad for parameter in module.parameters()]))

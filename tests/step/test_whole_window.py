@@ -545,7 +545,7 @@ def test_an_error_of_the_users(engine: Engine, error: BaseException) -> None:
         return boosted_loss(model, *batch)
 
     calls: list[int] = []
-    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"], accumulate=4)
+    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"], accumulate=4, host_writes="ignore")
     batches = stack(make_batches(engine[0], [4] * 4))
     parameters = [param.detach().clone() for param in run.model.parameters()]
     with pytest.raises(type(error)) as caught:
@@ -596,7 +596,7 @@ def test_calls_that_differ_within_a_window(engine: Engine, on_failure: str) -> N
 
     calls: list[int] = []
     changes = numpy.zeros(100, dtype=int)  # what large arrays hold is not compared from call to call
-    run = Run(engine, loss_fn=loss_fn, on_failure=on_failure, accumulate=5)
+    run = Run(engine, loss_fn=loss_fn, on_failure=on_failure, accumulate=5, host_writes="ignore")
     batches = stack(make_batches(engine[0], [4] * 5))
     for _ in range(4):
         run.step.window(*batches)

@@ -71,6 +71,7 @@ class Layout:
         evictions: how often its graph was dropped to make room for another one.
         problem: why it cannot be captured, as far as its eager calls have shown; "" if it can be.
         unreadable: why it cannot be told what it reads; "" if it can.
+        written: what the rehearsal has changed on the host, as the call before it.
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
@@ -87,6 +88,7 @@ class Layout:
         self.evictions: int = 0
         self.problem: str = ""
         self.unreadable: str = ""
+        self.written: list[str] = []
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
@@ -112,6 +114,10 @@ class Layout:
     def note_reads(self, why_unreadable: str) -> None:
         """Take note of why it cannot be told what a call has read, "" if it can."""
         self.unreadable = self.unreadable or why_unreadable
+
+    def note_writes(self, written: list[str]) -> None:
+        """Take note of what the rehearsal has changed on the host, as the call before it."""
+        self.written = written
 
     def end_call(self, cold: Cold, problem: str) -> None:
         """End a call of the warm-up, and the warm-up if that was its last call.

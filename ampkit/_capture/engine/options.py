@@ -9,6 +9,7 @@ from ..._arguments import check_at_least, check_choice, check_flag, read_all, re
 
 GRAPHS = ("auto", "emulate", "off")
 ON_FAILURE = ("parts", "eager", "raise")
+HOST_WRITES = ("name", "ignore")
 WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
@@ -25,6 +26,7 @@ class Options:
     generators: Sequence[torch.Generator] = ()  # CUDA generators beside the default one
     capturing: str | bool = "auto"  # what code is told that asks whether its stream is being captured
     annotate: bool = False  # whether to note which module each kernel belongs to
+    host_writes: str = "name"  # or "ignore": what to do about numbers that a call changes on the host
 
     def checked(self, where: str) -> "Options":
         """Return the same options as plain numbers and tuples.
@@ -35,6 +37,7 @@ class Options:
         check_choice(where, "graph", self.graph, GRAPHS)
         check_capturing(where, self.capturing)
         check_flag(where, "annotate", self.annotate)
+        check_choice(where, "host_writes", self.host_writes, HOST_WRITES)
         check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")

@@ -88,7 +88,8 @@ class WarmUp:
         if unaveraged in layout.problem:  # it is said once
             unaveraged = ""
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
-        problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable)))
+        written = [_WRITTEN.format(what) for what in layout.written]
+        problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs, drawn
 
@@ -113,6 +114,7 @@ class WarmUp:
         with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
         self._compare_what_was_read(layout)
+        layout.note_writes([] if self._session.options.host_writes == "ignore" else self._state.reads.writes())
         return outputs
 
     def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> tuple[Any, DrawPath | None]:
@@ -176,6 +178,12 @@ class WarmUp:
         if self._undeclared.adopt():
             self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+
+_WRITTEN = (
+    "{0} is changed by each call, which a replay would not do. Count in a tensor on the device, return what is to be "
+    "kept in aux, or change it behind the call. Pass host_writes='ignore' if it may stop."
+)
 
 
 @contextmanager

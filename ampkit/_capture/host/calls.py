@@ -18,7 +18,7 @@ from ..._torch.compile import COMPILER, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import CLOSED_PACKAGES, is_plain
+from .constants import CLOSED_PACKAGES, is_plain, is_write
 from .executed import Executed
 from .objects import HeldTable, any_name, holders
 
@@ -222,31 +222,52 @@ class _Before:
     """The attributes of modules, and what is in them, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = [(vars(module), dict(vars(module))) for module in modules]
-        self._inside: list[tuple[HeldTable, str, Any]] = []
+        self._tables = [(module, vars(module), dict(vars(module))) for module in modules]
+        self._inside: list[tuple[nn.Module, HeldTable, str, Any]] = []
         seen: dict[str, set[int]] = {}  # what lies under several names is kept for each of them
         for module in modules:
             for name, value in list(vars(module).items()):
                 if name not in KEPT_ELSEWHERE and not is_plain(value):
                     found = holders(value, any_name, seen.setdefault(name, set()))
                     # By the name by which the code that changes it reads it.
-                    self._inside += [(each, _IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found]
+                    self._inside += [
+                        (module, each, _IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
+                    ]
 
     def changed(self) -> Iterator[str]:
         """Yield the names of what has changed since."""
-        for table, before in self._tables:
+        for _, table, before in self._tables:
             yield from _changed_keys(before, table)
-        for holder, name, was in self._inside:
+        for _, holder, name, was in self._inside:
             now = holder.copy()
             if isinstance(was, dict) and isinstance(now, dict):
                 yield from (key if isinstance(key, str) else name for key in _changed_keys(was, now))
             elif len(was) != len(now) or not all(map(operator.is_, was, now)):
                 yield name
 
+    def written(self, counts: Callable[[nn.Module], bool]) -> Iterator[str]:
+        """Yield the names under which there is another number now, or a list, dict or deque of another length.
+
+        Args:
+            counts: whether a module is looked at.
+        """
+        for module, table, before in self._tables:
+            if counts(module):
+                found = (key for key, was in before.items() if is_write(was, table.get(key, was)))
+                yield from (key for key in found if key not in KEPT_ELSEWHERE)
+        for module, holder, name, was in self._inside:
+            now = holder.copy() if counts(module) else was
+            if len(was) != len(now):
+                yield name
+            elif isinstance(was, dict) and isinstance(now, dict):
+                yield from (str(key) for key in was if is_write(was[key], now.get(key, was[key])))
+            elif any(map(is_write, was, now)):
+                yield name
+
     def has_tensor(self, name: str) -> bool:
         """Return whether something of this name is a tensor now."""
-        tables = [now for now, _ in self._tables]
-        tables += [holder.table for holder, _, _ in self._inside if isinstance(holder.table, dict)]
+        tables = [now for _, now, _ in self._tables]
+        tables += [holder.table for _, holder, _, _ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
 
 

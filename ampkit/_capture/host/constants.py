@@ -177,6 +177,18 @@ def are_same(old: Any, now: Any) -> bool:
     return equal is not NotImplemented and bool(equal)
 
 
+def is_write(old: Any, now: Any) -> bool:
+    """Return whether a call leaves another number or text than it found, or a list or dict of another length.
+
+    Other objects, and tensors, may be what the call has made, and no later call may read them.
+    """
+    kinds = type(old), type(now)  # a weak proxy may be of an object that is gone
+    if kinds[0] is kinds[1] and kinds[0] in (list, dict, deque):
+        return len(old) != len(now)
+    are_numbers = all(issubclass(kind, CONSTANTS) and kind is not type(None) for kind in kinds)
+    return are_numbers and not are_same(old, now)
+
+
 def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
     """Return how the numbers in a set are written: as keys 0.0 and -0.0 are one, and so are 1 and True."""
     return {(type(each), number_text(each)) for each in values if isinstance(each, (*CONSTANTS, Decimal))}

@@ -58,6 +58,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..._torch.tensors.modules import is_module
+from ..._user_line import line_text
 from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names
 from .code import Scope, functions_of
 from .constants import (
@@ -78,6 +79,7 @@ from .constants import (
     is_array,
     is_closed,
     is_plain,
+    is_write,
     module_name,
     noted,
     own_table,
@@ -174,6 +176,8 @@ class Reads:
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
         self._problem = ""
+        self._written: dict[str, Line | None] = {}
+        self._written_before: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
@@ -184,6 +188,7 @@ class Reads:
             in_parts: returns at the end whether only modules are captured. Then what the rest of the step reads is not
                 compared.
         """
+        self._written_before, self._written = frozenset(self._written), {}
         executed = Executed()
         start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
@@ -205,6 +210,14 @@ class Reads:
         problem, self._problem = self._problem, ""
         return problem
 
+    def writes(self) -> list[str]:
+        """Return what each of the last two steps has left another number in, or longer or shorter, with a line."""
+        return [
+            f"{line_text(*line)} - {name}" if line else name
+            for name, line in self._written.items()
+            if name in self._written_before
+        ]
+
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
         def is_tensor(place: Place) -> bool:
             return read.has_somewhere(place[1]) and any(before.has_tensor(place[1]) for before in recorder.before)
@@ -216,6 +229,8 @@ class Reads:
             is_tensor=is_tensor,
             is_compared=lambda place: compared.has_somewhere(place[1]),
         )
+        for name in {name: None for before in recorder.before for name in before.written(_is_looked_into)}:
+            self._written[f"the attribute {name}"] = next(iter(recorder.lines.get(name, {}).values()), None)
         self._names = self._names.with_further(read)
         for name, lines in recorder.lines.items():
             self._lines.setdefault(name, {}).update(lines)
@@ -225,6 +240,14 @@ class Reads:
         if in_parts:
             read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
         paths = {**self._paths, **notes.paths}
+
+        for key, text in different(notes.before, after):
+            was, becomes = (found[key].get(text, ABSENT) for found in (notes.before, after))
+            grows = text.endswith("]") and ABSENT in (was, becomes)
+            if key in read and (grows or is_write(was, becomes)):
+                name = f"{paths[key]}{around_entries(text) if grows else text}"
+                self._written[f"the variable {name}"] = read[key]
+        self._written |= {f"the variable {text}": line for text, line in notes.grown().items()}
 
         def whole(places: Iterator[tuple[Key, str]]) -> set[Place]:
             """Return what counts as changed if these have another value: of a list or dict all that is in it."""

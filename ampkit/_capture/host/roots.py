@@ -160,6 +160,8 @@ class Notes:
         readers: what reads each path.
         compiled: the paths of which torch.compile's code may contain all values.
         problem: why it cannot be told what the step reads; "" if it can.
+        changed: the lists, dicts and sets of which a method is called that may change them: each with how it is
+            written, its length before, and the places of the call.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Notes:
         self.compiled: set[PathKey] = set()
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
+        self.changed: dict[PathKey, tuple[str, Any, int, list[CodePlace]]] = {}
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
@@ -233,6 +236,15 @@ class Notes:
             executed = next(filter(self._executed.has, places), None)
             if key in self.paths and (executed is not None or key in self.compiled):
                 found[key] = ("", 0) if executed is None else line_of(executed)
+        return found
+
+    def grown(self) -> dict[str, tuple[str, int]]:
+        """Return the lists, dicts and sets that have another length than before, each with a line that changes it."""
+        found = {}
+        for text, table, length, places in self.changed.values():
+            executed = next(filter(self._executed.has, places), None)
+            if executed is not None and len(table) != length:
+                found[text] = line_of(executed)
         return found
 
     def _begin(self, frame: FrameType) -> dict[Read, list[CodePlace]] | None:
@@ -325,7 +337,12 @@ class Notes:
             self._add(self._owners[path.key], reader, places)
         if path.key in self.paths:
             self.readers[path.key].add(reader)
-        if path.key in self.paths or path.only_writes():
+        if path.only_writes():
+            values = path.values()
+            text = str(path._replace(parts=path.parts[: len(values) - 1]))
+            self.changed.setdefault(path.key, (text, values[-1], len(values[-1]), places))
+            return
+        if path.key in self.paths:
             return
         self.readers[path.key] = {reader}
         self.paths[path.key] = path

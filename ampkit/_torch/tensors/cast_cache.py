@@ -56,22 +56,22 @@ def fill_cache(copies: Mapping[nn.Parameter, Tensor], taken: Taken, device_type:
             if copy.dtype is not dtype or param.device.type != device_type:
                 continue
             cast = copy.data  # a tensor of its own
-            with torch.no_grad(), _Answer(cast):
+            with torch.no_grad(), _GivesCast(cast):
                 torch.mm(param, param)
             cast.detach_()  # autocast has given it the backward of a cast
             with torch.enable_grad():
                 _Cast.apply(cast, param, taken)  # type: ignore[no-untyped-call]  # not annotated in torch
 
 
-class _Answer(TorchDispatchMode):
-    """Gives one tensor for the result of any operation."""
+class _GivesCast(TorchDispatchMode):
+    """Gives a cast for the result of any operation."""
 
-    def __init__(self, answer: Tensor) -> None:
+    def __init__(self, cast: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self._answer = answer
+        self._cast = cast
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        return self._answer
+        return self._cast
 
 
 class _Cast(torch.autograd.Function):
@@ -89,3 +89,21 @@ class _Cast(torch.autograd.Function):
         if gradient is None or (not torch.is_grad_enabled() and ctx.taken(ctx.param, gradient)):
             return None, None, None
         return None, gradient.to(ctx.param.dtype), None
+
+
+def beginning(loss: Tensor, note: Callable[[], None]) -> Tensor:
+    """Return a view of a loss. A backward from there begins with a call of `note`."""
+    begun: Tensor = _Beginning.apply(loss, note)  # type: ignore[no-untyped-call]  # not annotated in torch
+    return begun
+
+
+class _Beginning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return gradient, None

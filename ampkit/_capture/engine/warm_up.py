@@ -43,7 +43,7 @@ class WarmUp:
         self._eager = eager
         self._draws = draws
         self._undeclared = Undeclared(session.state, session.device, refuses_changes=session.declared)
-        self._host_changes = HostChanges(session.state)
+        self._host_changes = HostChanges(session.state, session.options.host_writes != "ignore")
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 

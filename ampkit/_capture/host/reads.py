@@ -34,14 +34,16 @@ What a place leads to is looked into, without running code of the user's (`objec
 caches. What the watched call has changed itself is left out (`OwnChanges`). A call then reads all places by a few
 getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
 
-Writes fit in here: they are the places that differ behind two calls (`OwnChanges.saw` is told of them), and the stores
-among executed instructions. `step.constants()` lists the places, each with its value and the line that reads it.
+A place that each of two watched calls leaves with another number, or longer or shorter, is a *write* that no replay
+would do (`Reads.writes`): a counter, a list of losses. What only the first call writes is a cache, and other objects
+and tensors are what a call has made. `step.constants()` lists the places, each with its value and a line that reads it.
 
 **Where it still fails.**
 - What code in C reads or changes is not seen, nor what another thread does.
 - Code of torch and of closed packages is given values; what it looks up by itself is not seen.
 - A list or an array of more than 64 entries is taken for data, and is not looked into.
 - A value that is read only in a call that nobody watches, as behind `if step % 100 == 0`.
+- A write to an object that is neither a module nor read under that name, to a file, or only in some of the calls.
 - While another profiler is at work, all that the methods of the modules could read counts as read.
 """
 

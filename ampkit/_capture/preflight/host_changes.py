@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..._text import CONSTANTS
 from ..._undo import Undo, replace
 from ..._user_line import running_line, wraps_operations
 from ..host.constants import are_same
@@ -17,16 +21,20 @@ from .uncapturable import Problem
 
 wraps_operations(__file__)
 
+# Of each optimizer: its state is that of the step, and schedulers mark that it has stepped.
+_OF_TORCH = frozenset((*vars(Optimizer([nn.Parameter(torch.empty(0))], {})), "_opt_called", "_step_count"))
+
 
 class HostChanges:
     """Looks for what eager calls of a step change or read on the host, and no replay would.
 
     Args:
         state: its optimizers.
+        attributes: whether numbers among the attributes of these count, beside those of their param groups.
     """
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
+    def __init__(self, state: TrainingState, attributes: bool) -> None:
+        self._state, self._attributes = state, attributes
         self._problems: list[str] = []
         self._reads: dict[str, str] = {}  # by what is read and where, the problem
 
@@ -51,7 +59,7 @@ class HostChanges:
         after = self._numbers()
         changed = [name for name, old in before.items() if name in after and not are_same(old, after[name])]
         if changed and not is_first and not self._problems:
-            self._problems.append(_NUMBER.format(changed[0]))
+            self._problems.append((_NUMBER if "param_groups[" in changed[0] else _ATTRIBUTE).format(changed[0]))
 
     def added_to(self, problem: str) -> str:
         """Return a problem with what was found, and forget that."""
@@ -76,22 +84,33 @@ class HostChanges:
         return step
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the entries of all param groups by name."""
-        optimizers = self._state.optimizers
-        return {
-            f"optimizers[{k}].param_groups[{i}][{name!r}]"
-            if len(optimizers) > 1
-            else f"param_groups[{i}][{name!r}]": value
-            for k, optimizer in enumerate(optimizers)
-            for i, group in enumerate(optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
+        """Return the entries of all param groups by name, and numbers and lengths among the optimizers' attributes."""
+        optimizers = list(self._state.optimizers)
+        names = [f"optimizers[{k}]." if len(optimizers) > 1 else "" for k in range(len(optimizers))]
+        found: dict[str, Any] = {}
+        for prefix, optimizer in zip(names, optimizers, strict=False):  # both grow below
+            for i, group in enumerate(optimizer.param_groups):
+                found.update((f"{prefix}param_groups[{i}][{key!r}]", group[key]) for key in group if key != "params")
+            for name, value in vars(optimizer).items() if self._attributes else ():
+                if name in _OF_TORCH or any(value is known for known in optimizers):
+                    continue
+                if isinstance(value, Optimizer):  # one around which this one is
+                    optimizers.append(value)
+                    names.append(f"{prefix}{name}.")
+                elif type(value) in (list, dict, set):
+                    found[f"{prefix}{name}"] = len(value)
+                elif isinstance(value, CONSTANTS) and value is not None:
+                    found[f"{prefix}{name}"] = value
+        return found
 
 
 _SCHEDULER = (
     "{0}steps a learning-rate scheduler, which a replay would not do. Step it behind each call, or pass it as "
     "graphed_step(scheduler=...)."
+)
+_ATTRIBUTE = (
+    "the step changes the attribute {0} of its optimizer on the host, which a replay would not do. Count in a tensor "
+    "on the device. Pass host_writes='ignore' if it may stop."
 )
 _NUMBER = (
     "the step changes {0} of its optimizer on the host, which a replay would not do. Change it between two calls, or "

@@ -1,0 +1,208 @@
+"""What a step changes on the host in each call, and no replay would: it is named, and nothing is silently stale."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+STATE: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    STATE.update(calls=0, losses=[], by_size={}, scale=1.0, aux=[])
+    yield
+    STATE.clear()
+
+
+class Net(nn.Module):
+    """A layer, and what user code may count in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.calls, self.losses, self.cached, self.last = 0, [], None, [0.0, 0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+def counts_in_model(model: Net, x: Tensor) -> Tensor:
+    model.calls += 1
+    return loss_of(model, x)
+
+
+def keeps_losses_in_model(model: Net, x: Tensor) -> Tensor:
+    loss = loss_of(model, x)
+    model.losses.append(loss.detach())
+    return loss
+
+
+def counts_in_a_dict(model: Net, x: Tensor) -> Tensor:
+    STATE["calls"] += 1
+    return loss_of(model, x)
+
+
+def keeps_losses_in_a_dict(model: Net, x: Tensor) -> Tensor:
+    loss = loss_of(model, x)
+    STATE["losses"].append(loss.detach())
+    return loss
+
+
+def other_branch_each_fourth_call(model: Net, x: Tensor) -> Tensor:
+    model.calls += 1
+    return loss_of(model, x) * (2.0 if model.calls % 4 == 0 else 1.0)
+
+
+def ramps(model: Net, x: Tensor) -> Tensor:
+    STATE["scale"] = min(1.5, STATE["scale"] + 0.1)
+    return loss_of(model, x) * STATE["scale"]
+
+
+WRITES: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
+    "number of the model": (counts_in_model, r"model.calls \+= 1` - the attribute calls is changed"),
+    "list of the model": (keeps_losses_in_model, r"model.losses.append.* - the attribute losses is changed"),
+    "number in a dict": (counts_in_a_dict, r"STATE\['calls'\] is changed by each call"),
+    "list in a dict": (keeps_losses_in_a_dict, r"STATE\[.losses.\]\.append.*STATE\['losses'\] is changed"),
+    "branch": (other_branch_each_fourth_call, "the attribute calls is changed"),
+    "ramp": (ramps, "is changed by each call|with 1"),
+}
+
+
+def trained(
+    engine: Engine, graph: str, loss_fn: Callable[..., Any], calls: int = 24, **options: Any
+) -> tuple[list[Any], Any, Net]:
+    """Return losses and state of each call, the step, and its model."""
+    torch.manual_seed(0)
+    model = Net().to(engine[0])
+    if hook := options.pop("hook", None):
+        model.fc.register_forward_hook(hook)
+    make = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=2**-7, fused=True))
+    optimizer = make(model.parameters())
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph, **options)
+    made = torch.Generator().manual_seed(1)
+    history = []
+    for _ in range(calls):
+        out = step(torch.randn(4, 6, generator=made).to(engine[0]))
+        history.append((out.loss, training_state(model, optimizer, step.scaler)))
+    return history, step, model
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("write", WRITES)
+def test_is_named(engine: Engine, write: str) -> None:
+    """W1: a counter, a list that grows, a branch of each fourth call: the line is named, all calls are eager's."""
+    loss_fn, message = WRITES[write]
+    with deterministic():
+        eager, _, counted = trained(engine, "off", loss_fn)
+        expected = {"calls": counted.calls, "losses": len(counted.losses), "state": STATE["calls"]}
+        STATE.update(calls=0, losses=[], scale=1.0)
+        with pytest.warns(ampkit.CaptureWarning, match=message):
+            graphed, step, model = trained(engine, engine[1], loss_fn, on_failure="eager")
+    assert_same(eager, graphed)
+    assert step.replays == 0
+    assert {"calls": model.calls, "losses": len(model.losses), "state": STATE["calls"]} == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_may_stop(engine: Engine) -> None:
+    """W1: with host_writes="ignore" the step is captured, and a counter stops."""
+    _, step, model = trained(engine, engine[1], counts_in_model, on_failure="raise", host_writes="ignore")
+    assert step.replays == 21
+    assert model.calls == (4 if engine[0] == "cuda" else 24)  # an emulated replay runs the code again
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("place", ["hook", "after_step", "optimizer", "function"])
+def test_wherever_it_is(engine: Engine, place: str) -> None:
+    """W1: the same in a hook, in `after_step`, in an optimizer, and under `graphed`."""
+
+    class Counting(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=2**-7, fused=True)
+            self.count = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.count += 1
+            super().step(closure)
+
+    def count(*_: Any) -> None:
+        STATE["calls"] += 1
+
+    if place == "function":
+        model = Net().to(engine[0])
+
+        @ampkit.graphed(modules=(model,), graph=engine[1], on_failure="raise")
+        def evaluate(x: Tensor) -> Tensor:
+            count()
+            with torch.no_grad():
+                return loss_of(model, x)
+
+        def run() -> None:
+            for _ in range(5):
+                evaluate(torch.ones(4, 6, device=engine[0]))
+    else:
+        option = {place: Counting if place == "optimizer" else count}
+        run = functools.partial(trained, engine, engine[1], loss_of, 6, on_failure="raise", **option)
+    with pytest.raises(ampkit.CaptureError, match=r"STATE\['calls'\] is changed|attribute count of its optimizer"):
+        run()
+
+
+def caches(model: Any, x: Tensor) -> Tensor:
+    if model.cached is None:
+        model.cached = torch.ones(6, device=x.device)
+    STATE["by_size"].setdefault(len(x), 2.0)
+    return (model(x) * model.cached * STATE["by_size"][len(x)]).square().mean()
+
+
+def says_once(model: Any, x: Tensor) -> Tensor:
+    if not STATE["calls"]:
+        STATE["calls"] = 1
+    return loss_of(model, x)
+
+
+def writes_the_same(model: Any, x: Tensor) -> Tensor:
+    model.last = [0.5, float(len(x))]
+    STATE["scale"] = 1.0
+    return loss_of(model, x)
+
+
+def makes_a_list_anew(model: Any, x: Tensor) -> Tensor:
+    STATE["aux"] = []
+    out = model(x)
+    STATE["aux"].append(out.square().mean())
+    return out.abs().mean() + sum(STATE["aux"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loss_fn", [caches, says_once, writes_the_same, makes_a_list_anew])
+def test_what_is_no_reason(engine: Engine, loss_fn: Callable[..., Any]) -> None:
+    """W1: a cache that the first call fills, a message said once, the same value again, a list made anew: captured."""
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eager, _, _ = trained(engine, "off", loss_fn)
+        STATE.update(calls=0, losses=[], by_size={}, scale=1.0, aux=[])
+        graphed, step, _ = trained(engine, engine[1], loss_fn, on_failure="raise")
+    assert_same(eager, graphed)
+    assert step.replays == 21
+
+
+def test_wrong_choice() -> None:
+    """Another word is an error that names the argument."""
+    model = Net()
+    with pytest.raises(ValueError, match="host_writes='keep'"):
+        ampkit.graphed_step(loss_of, model, torch.optim.SGD(model.parameters(), lr=1e-2), host_writes="keep")

@@ -320,6 +320,7 @@ class Job:
             graph=self.graph,
             compile=self.case.compile,
             on_failure="raise" if self.captures and self.case.event != "fails" else "parts",
+            host_writes="ignore",
         )
         KEPT.append(step)
         return step

@@ -14,7 +14,7 @@ from .._torch.optimizers import init_optimizer_state
 from .._torch.tensors.tensors import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm, foreach_sub_
 from .._undo import Undo
 from .sharded import ONE_RANK, OverRanks
-from .step_kind import gradients, parameters, scales_in_kernel, torch_class
+from .step_kind import gradients, parameters, scales_in_kernel, summed_parameters, torch_class
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 _DOUBLES = (torch.float64, torch.complex128)
@@ -97,7 +97,7 @@ def step_clipped(
             norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
             torch.nn.utils.clip_grads_with_norm_(parameters(optimizer), max_norm, norm)
         else:
-            norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm, norm_type)
         return step(), norm
     norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
     with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):

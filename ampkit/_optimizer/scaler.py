@@ -20,7 +20,7 @@ from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .sharded import ONE_RANK, OverRanks, on_shards
-from .step_kind import gradients, parameters, scales_in_kernel, skips_by_itself
+from .step_kind import gradients, scales_in_kernel, skips_by_itself, summed_parameters
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`
 _NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
@@ -262,7 +262,7 @@ class GradScaler(DeviceScale):
         if not can_be_prepared(optimizer):
             return None
         if not self._enabled:
-            norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
+            norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
             return Prepared(norm, None)
         state = self._per_optimizer_states[id(optimizer)]
         found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
@@ -297,7 +297,7 @@ class GradScaler(DeviceScale):
             self.unscale_(optimizer)
         self.grad_norm = None
         if max_norm is not None:
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm, norm_type)
         result = super().step(optimizer, *args, **kwargs)
         self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)
         self._count()

@@ -2,9 +2,10 @@
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer, lr_scheduler
 
 from .._torch.optimizers import (
@@ -29,9 +30,27 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+_models: "WeakKeyDictionary[Optimizer, ref[nn.Module]]" = WeakKeyDictionary()
+
+
+def sum_in_order_of(model: nn.Module, optimizer: Optimizer) -> None:
+    """Have norms over the gradients of an optimizer be summed in the order of a model, as `clip_grad_norm_` of the
+    model's parameters does. Param groups, as those without weight decay, often have another one."""
+    _models[optimizer] = ref(model)
+
+
+def summed_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer in the order in which norms are summed: of the model, if it is known."""
+    params, model = parameters(optimizer), _models.get(optimizer, lambda: None)()
+    if model is None:
+        return params
+    order: dict[Tensor, int] = {param: i for i, param in enumerate(model.parameters())}
+    return sorted(params, key=lambda param: order.get(param, len(order)))
+
+
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients that `optimizer.step()` will read, in its order."""
-    return [param.grad for param in parameters(optimizer) if param.grad is not None]
+    """Return the gradients that `optimizer.step()` will read, in the order in which their norms are summed."""
+    return [param.grad for param in summed_parameters(optimizer) if param.grad is not None]
 
 
 def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:

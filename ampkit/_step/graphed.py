@@ -28,6 +28,7 @@ from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
+from .._torch.tensors.tensors import foreach_copy_
 from .._undo import Undo
 from .graph_owner import GraphOwner
 from .outputs import check_outputs, mapped_outputs
@@ -180,7 +181,8 @@ class GraphedFunction(GraphOwner):
         self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
         groups = [] if blocker or problem else self._groups
-        function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name)
+        left = LeftGradients(kept=self._options.graph != "off")
+        function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name, left)
         session = Session(
             fn=function,
             captured=function,
@@ -188,6 +190,7 @@ class GraphedFunction(GraphOwner):
                 {f"modules[{i}]": module for i, module in enumerate(self._modules)},
                 () if problem else self._optimizers,
                 self._scaler,
+                own=left.tensors,
                 finds_gradients=True,
                 rates=() if problem else self._groups,
                 functions=(self._fn,),
@@ -229,9 +232,10 @@ class GraphedFunction(GraphOwner):
                 place; a constant is not hashable.
             ValueError: the function returned something else.
 
-        Gradients that the function makes are gone after the call. A `param.grad` that was there before stays, with what
-        the function added to it in place. Sync: none. Aliasing: the arguments are copied, and written back to only
-        where the function changes them in place; the outputs belong to the caller.
+        `param.grad` of the declared modules is what the function finds and leaves, as without `graphed`: gradients add
+        up over calls, and an optimizer may step outside. A gradient that the function makes is copied into a tensor
+        that the next call writes, too; clone what is to be kept. Sync: none. Aliasing: the arguments are copied, and
+        written back to only where the function changes them in place; the outputs belong to the caller.
         """
         engine = self._engine
         if engine is None:
@@ -281,6 +285,7 @@ class _EngineFunction:
     _scaler: GradScaler | None
     _shards: ShardedModules
     _name: str
+    _left: "LeftGradients"
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
@@ -314,7 +319,53 @@ class _EngineFunction:
                 outputs = self._fn(*args, **kwargs)
                 steps.forget()
             check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
-            return mapped_outputs(outputs, Tensor.detach)
+            outputs = mapped_outputs(outputs, Tensor.detach)
+            left = self._left.keep(params, gradients)
+        set_gradients(params, left)  # they lie in no graph's pool
+        return outputs
+
+
+class LeftGradients:
+    """The gradients that calls of a function leave in `param.grad`, in tensors that all of its graphs write.
+
+    Args:
+        kept: whether there are graphs. Without any, gradients are left as they are.
+
+    Attributes:
+        tensors: the gradients by name: state that a call changes.
+    """
+
+    def __init__(self, *, kept: bool) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._kept = kept
+        self._of: dict[nn.Parameter, Tensor] = {}
+        self._numbers: dict[nn.Parameter, int] = {}
+
+    def keep(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
+        with the gradient that it has made.
+
+        A sparse gradient is left only where there are no graphs.
+        """
+        left: list[Tensor | None] = []
+        copies: dict[Tensor, Tensor] = {}
+        for param, before in zip(params, found, strict=True):
+            made = param.grad
+            if made is not None and made is not before and self._kept:
+                if made.layout is not torch.strided:
+                    made = before
+                else:
+                    kept = self._of.get(param)
+                    if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
+                        kept = self._of[param] = torch.empty_like(made)
+                        self.tensors[f"gradient {self._numbers.setdefault(param, len(self._numbers))}"] = kept
+                    copies[kept] = made.detach()
+                    made = kept
+            left.append(made)
+        if copies:
+            with torch.no_grad():
+                foreach_copy_(list(copies), list(copies.values()))
+        return left
 
 
 def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:

@@ -21,6 +21,7 @@ from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
 from .._capture.state.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
+from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_scaler
@@ -173,6 +174,7 @@ def graphed_step(
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
+    sum_in_order_of(model, optimizer)
     not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)

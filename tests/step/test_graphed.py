@@ -62,8 +62,8 @@ def run_gan(engine: Engine, graph: str, verify: int = 0) -> list[Any]:
         for optimizer in (opt_g, opt_d):
             for number, moments in optimizer.state_dict()["state"].items():
                 state |= {f"{type(optimizer).__name__}.{number}.{key}": bits(value) for key, value in moments.items()}
+        state |= {f"gradient {i}": p.grad.clone() for i, p in enumerate([*gen.parameters(), *disc.parameters()])}
         history.append((out, state, scaler.state_dict(), bits(torch.rand(2, device=device))))
-    assert all(param.grad is None for module in (gen, disc) for param in module.parameters())
     assert train_step.replays == (11 if graph != "off" else 0)
     assert train_step.report().skipped == 2
     return history
@@ -155,9 +155,84 @@ def test_a_batch_of_inference_mode(engine: Engine) -> None:
     assert captured.replays == 3
 
 
+# What a function does beside its backward, and what happens between two calls.
+LEFT = ("zeroed outside", "never zeroed", "zeroed before", "filled with zeros before", "stepped inside", "in turns")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("verify", [0, 3])
+@pytest.mark.parametrize("kind", LEFT)
+def test_gradients_are_those_of_a_plain_loop(engine: Engine, verify: int, kind: str) -> None:
+    """W4: gradients that a function leaves in param.grad are there, add up over calls, and feed an optimizer outside;
+    one that it does not leave is not there.
+    """
+    device, graph = engine
+
+    def run(graph: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(2**-6, device=device), fused=True)
+        inside = kind in ("stepped inside", "in turns")
+
+        def backward(x: Tensor, last: bool) -> Tensor:
+            if kind in ("zeroed before", "filled with zeros before"):
+                model.zero_grad(set_to_none=kind == "zeroed before")
+            loss = model(x).square().mean()
+            loss.backward()
+            if inside and last:
+                optimizer.step()
+                if kind == "in turns":
+                    optimizer.zero_grad()
+            return loss.detach()
+
+        options: dict[str, Any] = {"modules": (model,), "on_failure": "raise", "verify": verify}
+        options |= {"optimizers": (optimizer,)} if inside else {}
+        called: Any = backward if graph is None else ampkit.graphed(graph=graph, **options)(backward)
+        made, history = torch.Generator().manual_seed(1), list[Any]()
+        for i in range(32):
+            loss = called(torch.randn(4, 6, generator=made).to(device), i % 4 == 3)
+            if not inside and i % 4 == 3:
+                optimizer.step()
+                if kind == "zeroed outside":
+                    optimizer.zero_grad()
+            gradients = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+            history.append((loss, gradients, [param.detach().clone() for param in model.parameters()]))
+        assert graph in (None, "off") or called.replays > 15
+        return history
+
+    with deterministic():
+        plain = run(None)
+        assert_same(plain, run("off"))
+        assert_same(plain, run(graph))
+
+
+@pytest.mark.parametrize("kind", ["error", "closed"])
+def test_gradients_behind_an_error(kind: str) -> None:
+    """W4: a call that raises leaves what its backward has added; gradients stay when the graphs are gone."""
+    model = nn.Linear(3, 1)
+
+    @ampkit.graphed(modules=(model,), graph="emulate", on_failure="raise")
+    def backward(x: Tensor, fails: bool) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        if fails:
+            raise ArithmeticError("a mistake")
+        return loss
+
+    for _ in range(6):
+        backward(torch.ones(2, 3), False)
+    if kind == "error":
+        with pytest.raises(ArithmeticError, match="a mistake"):
+            backward(torch.ones(2, 3), True)
+    else:
+        backward.close()
+    assert backward.replays == 3
+    assert_same(model.weight.grad, torch.full((1, 3), 14.0 if kind == "error" else 12.0))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_from_before_are_kept(engine: Engine) -> None:
-    """param.grad that exists before a call is accumulated into in place and stays; None stays None."""
+    """W4: a param.grad that exists before a call is accumulated into in place and stays the same tensor."""
     device, graph = engine
 
     def run(graph: str) -> list[Tensor]:
@@ -178,8 +253,7 @@ def test_gradients_from_before_are_kept(engine: Engine) -> None:
             model[0].weight.grad = held
             history.append(backward(torch.full((2, 4), 1.0 + i, device=device)))
             assert model[0].weight.grad is held
-            assert model[0].bias.grad is model[1].weight.grad is None
-            history.append(held.clone())
+            history += [param.grad.clone() for param in model.parameters()]
         assert backward.replays == (5 if graph != "off" else 0)
         return history
 

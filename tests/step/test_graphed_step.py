@@ -132,6 +132,36 @@ def test_equals_a_loop_written_with_torch(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_norm_is_summed_in_the_order_of_the_model(engine: Engine) -> None:
+    """W7: param groups in another order than the model, as those without weight decay, change no bit of the norm."""
+    device, graph = engine
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        blocks = ([nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh()] for _ in range(8))
+        model = nn.Sequential(*(layer for block in blocks for layer in block)).to(device)
+        norms = [param for layer in model if isinstance(layer, nn.LayerNorm) for param in layer.parameters()]
+        rest = [param for layer in model if isinstance(layer, nn.Linear) for param in layer.parameters()]
+        groups = [{"params": norms, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.125}]
+        return model, torch.optim.SGD(groups, lr=2**-6, fused=True)
+
+    batches = [torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).to(device) for i in range(8)]
+    with deterministic():
+        model, optimizer = made()
+        expected = []
+        for x in batches:
+            model(x).square().sum().backward()
+            expected.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+            optimizer.step()
+            optimizer.zero_grad()
+        for each in ("off", graph):
+            step = ampkit.graphed_step(
+                lambda model, x: model(x).square().sum(), *made(), max_norm=float("inf"), graph=each, on_failure="eager"
+            )
+            assert_same([step(x).grad_norm for x in batches], expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("rate", [0.1 / 3, 2.0**-6])
 @pytest.mark.quick(2)

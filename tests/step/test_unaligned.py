@@ -215,7 +215,7 @@ def test_a_graphed_module_gets_slices(engine: Engine) -> None:
             graphed = ampkit.make_graphed_callables(module, (sample,), graph=graph)
             found = []
             for batch in slices(engine[0]):
-                out = graphed(batch.requires_grad_(), host_writes="ignore")
+                out = graphed(batch.requires_grad_())
                 out.square().sum().backward()
                 found.append(out.detach())
             results.append((found, [parameter.grad for parameter in module.parameters()]))

@@ -328,6 +328,7 @@ class TwoOptimizers(Job):
         def train(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_fn(model, x, y, weight)
+            model.zero_grad()
             scaler.scale(loss).backward()
             for optimizer in optimizers:
                 scaler.step(optimizer, max_norm=1.0)

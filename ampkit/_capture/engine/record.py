@@ -35,20 +35,21 @@ def record(
         drop_graphs: drops all graphs, if the failure leaves none of them right.
 
     Returns:
-        What leaves the modules in the mode, and their tensors with the `requires_grad`, in which `fn` has left them. A
-        replay does not do that by itself. None if `fn` has left all of them as they were.
+        What leaves the modules in the mode, and their tensors with the `requires_grad` and the gradients, in which `fn`
+        has left them. A replay does not do that by itself. None if `fn` has left all of them as they were.
 
     Raises:
         CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
     """
     before = state.tensors()
     walk = Walk(state.modules)
-    flags = walk.flags()
+    flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
     state.renew_gradient_nodes()
     with Undo() as undo:
         undo.note(walk.put_back, flags)
+        undo.note(walk.set_gradients, gradients)
         undo.note(state.rebind, before)
         undo.note(graph.reset)
         refuse = refuse_reads(undo)
@@ -74,5 +75,8 @@ def record(
                 del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
         undo.forget()
     changed = walk.changed_flags(flags)
+    found = dict(gradients)
+    left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
     walk.put_back(flags)  # the replay that follows will set them
-    return partial(walk.set_flags, changed) if changed else None
+    walk.set_gradients(gradients)
+    return partial(walk.leave, changed, left) if changed or left else None

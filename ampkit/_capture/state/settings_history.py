@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
+from .state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
 
 
 class CallSettings(NamedTuple):
@@ -57,6 +57,7 @@ class SettingsHistory:
     _settings: dict[int, Settings] = field(default_factory=dict)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _replacements: int = 0
+    _calls: int = 0
     _replaced: str = ""
     number: int = 0
 
@@ -67,6 +68,7 @@ class SettingsHistory:
 
     def observe(self) -> Change | None:
         """Read settings and memory. Return what changed; None if there may be a graph for this call nevertheless."""
+        self._calls += 1
         now, before = self._state.generation(), self.generation
         if now is before:
             return None
@@ -84,9 +86,12 @@ class SettingsHistory:
             self.number = number
             self._settings[number] = now.settings  # more attributes may be compared than were then
             return None
-        self.number = next(self._numbers)
+        own = before is not None and not replaced and before.settings.changed(now.settings) == [GRADIENTS]
+        own = own and before is not None and self._state.are_own(before.settings.other_gradients(now.settings))
+        if not own or self._calls != _SECOND:  # what the second call finds is what most calls do
+            self.number = next(self._numbers)
         self._settings[self.number] = now.settings
-        if before is None:
+        if before is None or own:  # calls of the step leave gradients so
             return None
         if replaced:
             self._replacements, self._replaced = self._replacements + 1, replaced
@@ -116,7 +121,7 @@ class SettingsHistory:
 
     def forget(self) -> None:
         """Forget the last call, so that the next one counts as the first."""
-        self.generation = None
+        self.generation, self._calls = None, 0
         self._settings.clear()
         self._state.reads.forget()
         self._state.host_tensors.forget()
@@ -149,3 +154,4 @@ def memory_advice(replaced: str) -> str:
 
 
 _MAX_SETTINGS = 32  # OneCycleLR's momentum makes one per call
+_SECOND = 2

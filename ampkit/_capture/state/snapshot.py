@@ -39,6 +39,7 @@ class Snapshot:
         self._live = state.tensors()
         changed = {path: tensor for path, tensor in self._live.items() if id(tensor) not in constant}
         self._values = {path: local_shard(tensor).detach().clone() for path, tensor in changed.items()}
+        self._gradients = self._walk.gradients() if state.finds_gradients else []
         self._generators = all_generators(generators)
         self._random = [generator.get_state() for generator in self._generators]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -51,6 +52,7 @@ class Snapshot:
         """Put everything back, in place."""
         self._state.rebind(self._live)
         self._walk.put_back(self._flags)
+        self._walk.set_gradients(self._gradients)
         with torch.no_grad():
             for path, before in self._values.items():
                 local_shard(self._live[path]).copy_(before)

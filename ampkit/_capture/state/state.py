@@ -4,7 +4,7 @@ import gc
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,11 @@ class Settings(NamedTuple):
             **dict(self.host),
             **dict(read),
         }
+
+    def other_gradients(self, new: "Settings") -> set[int]:
+        """Return the addresses of gradients that are in one of the two and not in the same place of the other one."""
+        pairs = zip_longest(self.gradients, new.gradients, fillvalue=0)  # there may be none at all
+        return {address for pair in pairs if pair[0] != pair[1] for address in pair}
 
     def changed(self, new: "Settings") -> list[str]:
         """Return the names of the settings that differ from `new`."""
@@ -270,6 +275,10 @@ class TrainingState:
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound, self.modules)
+
+    def are_own(self, addresses: set[int]) -> bool:
+        """Return whether all these addresses are of tensors of ampkit's own, or 0."""
+        return addresses <= {0, *map(Tensor.data_ptr, self.own.values())}
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""

@@ -100,6 +100,20 @@ class Walk:
             else:
                 self.modules[place - len(self.tensors)].training = flag
 
+    def gradients(self) -> list[tuple[int, Tensor | None]]:
+        """Return the gradient of each leaf among the tensors, by its place in `tensors`."""
+        return [(place, tensor.grad) for place, tensor in enumerate(self.tensors) if tensor.is_leaf]
+
+    def set_gradients(self, gradients: list[tuple[int, Tensor | None]]) -> None:
+        """Set some of the gradients, each by its place."""
+        for place, gradient in gradients:
+            self.tensors[place].grad = gradient
+
+    def leave(self, flags: list[tuple[int, bool]], gradients: list[tuple[int, Tensor | None]]) -> None:
+        """Set some of the flags and of the gradients."""
+        self.set_flags(flags)
+        self.set_gradients(gradients)
+
     def put_back(self, before: list[bool]) -> None:
         """Put back the flags that were changed since."""
         self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])

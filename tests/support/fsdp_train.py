@@ -310,6 +310,7 @@ class Job:
             numerics=self.watch,
             graph=graph,
             on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
+            host_writes="ignore",  # loss_fn counts its calls
         )
 
     def _graphed(self, graph: str) -> Any:

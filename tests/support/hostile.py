@@ -648,6 +648,8 @@ def state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 class Graphed(Run):
     """The same set-up under ampkit."""
 
+    host_writes = "name"
+
     def __init__(self, setup: Setup, graph: str) -> None:
         self.graph = graph
         super().__init__(setup)
@@ -662,7 +664,7 @@ class Graphed(Run):
         self.scaler.update()
 
     def function(self) -> Callable[..., list[Tensor]]:
-        options: dict[str, Any] = {"warmup": self.setup.warmup, "graph": self.graph}
+        options: dict[str, Any] = {"warmup": self.setup.warmup, "graph": self.graph, "host_writes": self.host_writes}
         if self.setup.api == "step":
             policy, scaler = self.setup.policy, self.scaler
             self.captured = ampkit.graphed_step(

@@ -1,5 +1,6 @@
 """What eager calls of a step do on the host and no replay would: change numbers of optimizers, read what changes."""
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,9 +21,6 @@ from .host_values import receive
 from .uncapturable import Problem
 
 wraps_operations(__file__)
-
-# Of each optimizer: its state is that of the step, and schedulers mark that it has stepped.
-_OF_TORCH = frozenset((*vars(Optimizer([nn.Parameter(torch.empty(0))], {})), "_opt_called", "_step_count"))
 
 
 class HostChanges:
@@ -92,7 +90,7 @@ class HostChanges:
             for i, group in enumerate(optimizer.param_groups):
                 found.update((f"{prefix}param_groups[{i}][{key!r}]", group[key]) for key in group if key != "params")
             for name, value in vars(optimizer).items() if self._attributes else ():
-                if name in _OF_TORCH or any(value is known for known in optimizers):
+                if name in _of_torch() or any(value is known for known in optimizers):
                     continue
                 if isinstance(value, Optimizer):  # one around which this one is
                     optimizers.append(value)
@@ -102,6 +100,12 @@ class HostChanges:
                 elif isinstance(value, CONSTANTS) and value is not None:
                     found[f"{prefix}{name}"] = value
         return found
+
+
+@functools.cache  # and not when ampkit is imported: the first optimizer imports dynamo
+def _of_torch() -> frozenset[str]:
+    """Return the attributes of each optimizer: its state is the step's, and schedulers mark that it has stepped."""
+    return frozenset((*vars(Optimizer([nn.Parameter(torch.empty(0))], {})), "_opt_called", "_step_count"))
 
 
 _SCHEDULER = (

@@ -28,7 +28,7 @@ from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.autograd.graph_order import make_graphs_here
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
-from .._torch.tensors.tensors import foreach_copy_
+from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .graph_owner import GraphOwner
 from .outputs import check_outputs, mapped_outputs
@@ -359,7 +359,7 @@ class LeftGradients:
                     if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
                         kept = self._of[param] = torch.empty_like(made)
                         self.tensors[f"gradient {self._numbers.setdefault(param, len(self._numbers))}"] = kept
-                    copies[kept] = made.detach()
+                    copies[local_shard(kept)] = local_shard(made).detach()
                     made = kept
             left.append(made)
         if copies:

@@ -330,6 +330,7 @@ class Job:
             verify=self.case.verify,
             graph=graph,
             on_failure="parts" if graph == "off" else "raise",
+            host_writes="ignore",
         )(train)
 
     def _with_critic(self, x: Tensor, boost: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
+from ..._torch.tensors.tensors import local_shard
 from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
 from ..host.reads import Reads
@@ -278,7 +279,7 @@ class TrainingState:
 
     def are_own(self, addresses: set[int]) -> bool:
         """Return whether all these addresses are of tensors of ampkit's own, or 0."""
-        return addresses <= {0, *map(Tensor.data_ptr, self.own.values())}
+        return addresses <= {0, *(local_shard(tensor).data_ptr() for tensor in self.own.values())}
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""

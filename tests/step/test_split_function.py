@@ -255,8 +255,9 @@ def test_what_a_line_of_the_step_changes_before_a_call(engine: Engine, change: s
     """R4: a graph holds its module's modes, `requires_grad`, addresses and strides. With others a call is eager."""
     report, _ = compared(engine, lambda *args: reads_first(*args, change=change), overflows=(8, 10, 11))
     other = {part.module: part.eager for part in report.parts if part.eager}
-    # The weights are made anew in each call, so that no call but that of the capture has its own.
-    count = report.in_parts - 1 if change == "weights" else 3
+    # The weights are made anew in each call, so that no call but that of the capture has its own. A frozen module
+    # leaves no gradients, and the call behind that finds none, which is another key.
+    count = report.in_parts - 1 if change == "weights" else 2 if change == "freeze" else 3
     why = "it has other parameters, strides, modes or requires_grad than when it was captured"
     assert other == {"modules[1]": {why: count}}
     assert f"  eager x{count}: modules[1]: {why}" in str(report).splitlines()

@@ -469,7 +469,8 @@ class HandTraining(Training):
             self._finish()
 
     def _finish(self) -> Tensor | None:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        stepped = {param for group in self.optimizer.param_groups for param in group["params"]}
+        params = [param for param in self.model.parameters() if param in stepped]
         norm = None
         if self.setup.max_norm is not None:
             norm = nn.utils.clip_grad_norm_(params, self.setup.max_norm)

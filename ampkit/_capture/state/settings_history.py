@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .state import ATTRIBUTES, GRADIENTS, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
+from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
 
 
 class CallSettings(NamedTuple):
@@ -86,17 +86,18 @@ class SettingsHistory:
             self.number = number
             self._settings[number] = now.settings  # more attributes may be compared than were then
             return None
-        own = before is not None and not replaced and before.settings.changed(now.settings) == [GRADIENTS]
-        own = own and before is not None and self._state.are_own(before.settings.other_gradients(now.settings))
+        old, new = None if before is None else before.settings, now.settings
+        if old is not None and self._state.are_own(old.other_gradients(new)):
+            old = old._replace(gradients=new.gradients)  # calls of the step leave them so
+        own = old == new and not replaced
         if not own or self._calls != _SECOND:  # what the second call finds is what most calls do
             self.number = next(self._numbers)
         self._settings[self.number] = now.settings
-        if before is None or own:  # calls of the step leave gradients so
+        if old is None or own:
             return None
         if replaced:
             self._replacements, self._replaced = self._replacements + 1, replaced
             return Change(outdates, replaced, replaced, {replaced: memory_advice(replaced)})
-        old, new = before.settings, now.settings
         changed = old.changed(new)
         advice = {name: text for name in changed if (text := setting_advice(name))}
         of_optimizer = any("param_groups[" in name or name.startswith("the optimizer") for name in changed)

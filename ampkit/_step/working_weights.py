@@ -128,8 +128,7 @@ class WorkingWeights:
                 if copies:
                     enter_autocast(undo, partial(fill_cache, copies, self._taken))
                 yield
-            with torch.no_grad():
-                self._add_taken()
+            self._add_taken()
 
     def begin(self, loss: Tensor) -> Tensor:
         """Return the loss at which the backward is to begin that adds to the gradients of the weights.
@@ -149,8 +148,7 @@ class WorkingWeights:
             assert self._exchanged is not None
             return self._exchanged(master, gradient)
         if master in self._gradients:  # in this backward, the second cast of the weight
-            with torch.no_grad():
-                self._add_taken()
+            self._add_taken()
             return False
         self._gradients[master] = gradient
         return True
@@ -160,7 +158,7 @@ class WorkingWeights:
         self._gradients.clear()
 
     def _add_taken(self) -> None:
-        _add_cast(list(self._gradients.items()))
+        add_cast(list(self._gradients.items()))
         self._gradients.clear()
 
     @contextmanager
@@ -189,8 +187,7 @@ class WorkingWeights:
                 alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
                 kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
                 masters_left = {copy: master for copy, master in masters.items() if master not in kept}
-            with torch.no_grad():
-                _move_gradients(masters if kept is None else masters_left)
+            _move_gradients(masters if kept is None else masters_left)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)
@@ -225,36 +222,26 @@ class _Uses(WatchingMode):
             return func(*args, **(kwargs or {}))
 
 
-def cast_gradients(kept: "dict[Tensor, Tensor]") -> None:
-    """Give master weights the gradients that `in_place` has kept, in their own dtype: one kernel for all."""
-    with torch.no_grad():
-        fresh = [torch.empty_like(master) for master in kept]
-        if fresh:
-            foreach_copy_(fresh, list(kept.values()))
-        for master, grad in zip(kept, fresh, strict=True):
-            master.grad = grad
-
-
 def _give(master: nn.Parameter, copy: Any) -> None:
-    with torch.no_grad():
-        _move_gradients({copy: master})
+    _move_gradients({copy: master})
     copy.grad = None
 
 
 def _move_gradients(masters: "dict[nn.Parameter, nn.Parameter]") -> None:
     """Cast the gradients of the copies and add them to those of the master weights."""
-    _add_cast([(master, copy.grad) for copy, master in masters.items() if copy.grad is not None])
+    add_cast([(master, copy.grad) for copy, master in masters.items() if copy.grad is not None])
 
 
-def _add_cast(gradients: "list[tuple[nn.Parameter, Tensor]]") -> None:
+def add_cast(gradients: "list[tuple[Any, Tensor]]") -> None:
     """Cast gradients and add them to those of their parameters: one kernel each for all."""
-    made = [(master, torch.empty_like(master)) for master, _ in gradients]
-    if not made:
+    if not gradients:
         return
-    foreach_copy_([fresh for _, fresh in made], [gradient for _, gradient in gradients])
-    sums = [(master.grad, fresh) for master, fresh in made if master.grad is not None]
-    if sums:
-        foreach_add_([grad for grad, _ in sums], [fresh for _, fresh in sums])
-    for master, fresh in made:
-        if master.grad is None:
-            master.grad = fresh
+    with torch.no_grad():
+        made = [(master, torch.empty_like(master)) for master, _ in gradients]
+        foreach_copy_([fresh for _, fresh in made], [gradient for _, gradient in gradients])
+        sums = [(master.grad, fresh) for master, fresh in made if master.grad is not None]
+        if sums:
+            foreach_add_([grad for grad, _ in sums], [fresh for _, fresh in sums])
+        for master, fresh in made:
+            if master.grad is None:
+                master.grad = fresh

@@ -87,8 +87,8 @@ class WarmUp:
         unaveraged = why_not_averaged()
         if unaveraged in layout.problem:  # it is said once
             unaveraged = ""
-        # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         written = [_WRITTEN.format(what) for what in layout.written]
+        # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         return outputs, drawn

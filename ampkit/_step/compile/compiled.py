@@ -34,7 +34,7 @@ from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace
 from ..._user_line import WarnOnce, innermost_users_line
 from ..training_step import PartOfStep, Phase, TrainingStep
-from ..working_weights import LOW, WorkingWeights, cast_gradients
+from ..working_weights import LOW, WorkingWeights, add_cast
 from .compiled_writes import GOES_ON, CompiledWrites, why_failed
 
 _COPY = "the working weight of parameter"
@@ -311,7 +311,7 @@ class CompiledTrainingStep(TrainingStep):
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         if not self._why_update_not and self._layout is not None and self._updated():
             return
-        cast_gradients(self._kept)
+        add_cast(list(self._kept.items()))
         super()._step_optimizer(prepared)
 
     def _updated(self) -> bool:

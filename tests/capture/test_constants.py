@@ -18,6 +18,7 @@ from ampkit._capture.host.constants import are_same
 CONFIG: Any = SimpleNamespace(loss={"l1": 0.5}, calls=0, on=False, unread=2)
 MASK = torch.full((4,), 2.0)
 SCHEDULE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+PRIOR = torch.distributions.Normal(0.0, 1.0)
 
 
 class Net(nn.Module):
@@ -42,7 +43,7 @@ def make(power: int = 2, **options: Any) -> tuple[Any, Net]:
         CONFIG.calls += 1
         if CONFIG.on:
             return model(x).sum() * CONFIG.unread
-        rate = SCHEDULE.param_groups[0]["lr"]
+        rate = SCHEDULE.param_groups[0]["lr"] * (1 + len(PRIOR.batch_shape))
         return F.mse_loss(model(x) * MASK, x) * CONFIG.loss["l1"] ** power * rate
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,6 +73,7 @@ def test_what_is_listed() -> None:
         "model.debug": ("False", "if self.debug"),
         "CONFIG.on": ("False", "if CONFIG.on"),
         "CONFIG.loss['l1']": ("0.5", 'CONFIG.loss["l1"] **'),
+        "SCHEDULE.param_groups[0]['lr']": ("0.5", 'SCHEDULE.param_groups[0]["lr"] *'),
         "power": ("2", 'CONFIG.loss["l1"] **'),
         "MASK": ("a tensor, float32 [4]", "model(x) * MASK"),
     }
@@ -92,7 +94,7 @@ def test_what_is_not_compared() -> None:
     assert left == {
         "model.calls": "the step changes it itself",
         "CONFIG.calls": "the step changes it itself",
-        "SCHEDULE.param_groups[0]['lr']": "objects of torch are not looked into",
+        "PRIOR.batch_shape": "objects of torch are not looked into",
     }
     assert step.constants().compared == len(step.constants()) - 3
 

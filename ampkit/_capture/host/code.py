@@ -7,6 +7,7 @@ the process tell which functions have this code.
 import dis
 import functools
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -25,6 +26,7 @@ class Scope(Enum):
     """Where a variable of a function is kept."""
 
     GLOBAL = "in the module of the function"
+    IMPORTED = "among the modules that were imported"
     ENCLOSING = "in a function around it"
     ARGUMENT = "in the function itself, which was given its value"
 
@@ -98,20 +100,30 @@ def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
 
 def names(code: CodeType) -> set[str]:
     """Return the names that code reads attributes by, and its texts, which `getattr` may be given."""
-    return {*code.co_names, *(text for text in code.co_consts if type(text) is str and text.isidentifier())}
+    texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
+    return {*code.co_names, *texts, *_attributes_matched(code)}
 
 
 def names_looked_up(code: CodeType) -> set[str]:
     """Return as `names` does, but only texts by which code looks something up: entries, or attributes by `getattr`."""
     if not _LOOKING_UP.isdisjoint(code.co_names):
         return names(code)
-    found, texts = set(code.co_names), list[str]()  # the texts that were loaded, with nothing but loads behind them
+    found = {*code.co_names, *_attributes_matched(code)}
+    texts = list[str]()  # those that were loaded, with nothing but loads behind them
     for each, _ in instructions(code):
         if _is_subscript(each) or each.opname == "CONTAINS_OP":
             found.update(texts)
         texts = texts if each.opname.startswith("LOAD_") else []
         texts += [each.argval] if each.opname in _CONSTANT and isinstance(each.argval, str) else []
     return found
+
+
+def _attributes_matched(code: CodeType) -> set[str]:
+    """Return the attributes by which patterns of `match` look at objects: `case Loss(scale=s)`."""
+    if _MATCH_CLASS not in code.co_code[::2]:
+        return set()
+    pairs = itertools.pairwise(each for each, _ in instructions(code))
+    return {name for before, each in pairs if each.opname == "MATCH_CLASS" for name in before.argval}
 
 
 def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, CodePlace]]:
@@ -161,8 +173,9 @@ class _BytecodeScan:
         key: Any = None  # the constant that was loaded behind it, if it may be one
         keyed: Read | None = None  # the expression in front of that
         behind = place = CodePlace(self._code, 0, 0)  # the last instructions of these two expressions
+        imported: Read | None = None  # the module that names are imported from
         following = [each.opname for each, _ in self._instructions[1:]]
-        for (each, at), then in zip(self._instructions, [*following, ""], strict=True):
+        for number, ((each, at), then) in enumerate(zip(self._instructions, [*following, ""], strict=True)):
             if keyed is not None and _is_subscript(each):
                 now, keyed, place = keyed.then(PathStep(False, key)), None, at
                 continue
@@ -171,6 +184,15 @@ class _BytecodeScan:
                 continue
             if now is not None and each.opname in _ATTRIBUTE:
                 now, place = now.then(PathStep(True, each.argval)), at
+                continue
+            if each.opname == "IMPORT_NAME":  # behind the level and the names that are imported from it
+                (level, _), (names, _) = self._instructions[number - 2 : number]
+                name = each.argval if names.argval else each.argval.partition(".")[0]
+                now = imported = Read(Scope.IMPORTED, "." * level.argval + name)
+                keyed, place = None, at
+                continue
+            if imported is not None and each.opname == "IMPORT_FROM":
+                now, place = imported.then(PathStep(True, each.argval)), at
                 continue
             if now is not None and each.opname in _COPY and then in _ATTRIBUTE:
                 continue  # x.count += 1, which loads x for what it reads and for what it writes
@@ -191,7 +213,7 @@ class _BytecodeScan:
     def seen_from_outside(self, read: Read) -> Read | None:
         """Return what an expression of a function that is defined in this one is for a caller of this one."""
         if read.scope is not Scope.ENCLOSING:
-            return read if read.scope is Scope.GLOBAL else None
+            return None if read.scope is Scope.ARGUMENT else read
         known = self._variable(read.variable)
         return None if known is None else known._replace(parts=(*known.parts, *read.parts))
 
@@ -231,6 +253,7 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
     )
 
 
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOOKING_UP = frozenset(
     ("__dict__", "attrgetter", "get", "getattr", "hasattr", "itemgetter", "pop", "setdefault", "vars")
 )

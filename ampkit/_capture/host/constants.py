@@ -4,17 +4,20 @@ Objects and classes are read without running code of theirs, which may raise, or
 """
 
 import array
+import ctypes
+import datetime
 import operator
 import os
 import re
 import sys
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
+from pathlib import PurePath
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,7 +29,8 @@ from ..._text import CONSTANTS, dtype_name, grid, value_text
 _bases = type.__dict__["__mro__"].__get__
 _module = type.__dict__["__module__"].__get__
 _table = type.__dict__["__dict__"].__get__
-_qualname = type.__dict__["__qualname__"].__get__
+qualified_name = type.__dict__["__qualname__"].__get__
+CData: Any = ctypes.Structure.__mro__[1]  # the class of all numbers and arrays of ctypes
 
 
 def bases_of(kind: type) -> tuple[type, ...]:
@@ -71,7 +75,8 @@ def own_table(value: Any) -> dict[str, Any] | None:
     return None
 
 
-_NUMBERS = (*CONSTANTS, torch.dtype, torch.device, range, Decimal)
+_TIMES = (datetime.date, datetime.time, datetime.timedelta)
+_NUMBERS = (*CONSTANTS, torch.dtype, torch.device, range, Decimal, PurePath, *_TIMES)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
@@ -100,9 +105,9 @@ def is_plain(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value holds numbers in memory of its own, where they may change in place: of numpy, or bytes."""
+    """Return whether a value holds numbers in memory of its own, where they may change in place, as of numpy."""
     kind = type(value)
-    if kind in (bytearray, array.array):
+    if kind in (bytearray, array.array) or issubclass(kind, CData):
         return True
     return kind.__name__ == "ndarray" and _is_of_numpy(kind, "ndarray") and value.dtype.kind in _NUMERIC
 
@@ -134,6 +139,12 @@ def gives_its_entries(kind: type) -> bool:
     return getattr(kind, "__getitem__", None) is dict.__getitem__
 
 
+def is_in_order(kind: type) -> bool:
+    """Return whether a class of lists, tuples or deques reads its entries as these do."""
+    base = next((base for base in (list, tuple, deque) if issubclass(kind, base)), None)
+    return base is not None and all(getattr(kind, name) is getattr(base, name) for name in ("__getitem__", "__iter__"))
+
+
 def getter(keys: list[Any], kind: type = dict) -> Callable[[Any], tuple[Any, ...]]:
     """Return what reads the entries with these keys, one at least, of a table of this class as a tuple."""
     if hasattr(kind, "__missing__"):  # it would make an entry that is gone
@@ -144,25 +155,51 @@ def getter(keys: list[Any], kind: type = dict) -> Callable[[Any], tuple[Any, ...
 def noted(value: Any) -> Any:
     """Return a value, and in place of a tensor or a module a weak reference, so that settings of earlier calls keep no
     memory."""
-    if isinstance(value, (tuple, frozenset)):
-        return (tuple if isinstance(value, tuple) else frozenset)(map(noted, value))
-    return reference(value) if isinstance(value, Tensor) or is_closed(value) else value
+    kind = type(value)  # a weak proxy may be of an object that is gone
+    if issubclass(kind, (tuple, frozenset)):
+        return (tuple if issubclass(kind, tuple) else frozenset)(map(noted, value))
+    return value if is_plain(value) and not issubclass(kind, Tensor) else reference(value)
+
+
+class TensorReference(weakref.ref[Tensor]):
+    """A weak reference of a tensor, and where its values are.
+
+    Attributes:
+        place: address, shape and strides; None of a tensor without memory of its own.
+    """
+
+    __slots__ = ("place",)
+    place: tuple[Any, ...] | None
 
 
 def reference(value: Any) -> Any:
-    """Return a weak reference of an object, or its class if there can be none."""
+    """Return a weak reference of an object, or the object if there can be none."""
+    if issubclass(type(value), Tensor):
+        found = TensorReference(value)
+        found.place = place_of(value)
+        return found
     try:
         return weakref.ref(value)
     except TypeError:
-        return type(value)
+        return value
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return address, shape and strides of a tensor, which `tensor.data = ...` changes; None if it has no memory."""
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+    except RuntimeError:  # of a sparse one, or of a class of tensors around others
+        return None
 
 
 def are_same(old: Any, now: Any) -> bool:
     """Return whether a graph may have the one in place of the other: equal numbers, or the same tensor or function."""
-    if old is now:  # there is one weak reference of a tensor
+    if old is now:  # there is one weak reference of an object
         return True
     if type(old) is not type(now):
         return False
+    if type(old) is TensorReference:
+        return old() is not None and old() is now() and old.place == now.place
     if isinstance(old, (tuple, list)):
         return len(old) == len(now) and all(map(are_same, old, now))
     if isinstance(old, frozenset):
@@ -212,12 +249,13 @@ _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
 class OwnChanges:
     """The places that the step changes itself. No replay would change them, so they are not compared.
 
-    Tensors are compared nevertheless if the step only makes one where there is none, or where a longer one is needed:
-    graphs must know which one they have.
+    What one call alone has changed is compared again: it has filled a cache, or made a tensor where there was none, or
+    where a longer one is needed.
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
         self.places: set[Place] = set(places)
+        self._calls = Counter[Place]()  # how many have changed it
         self._rewritten = set[Place]()  # what the last call that read it has changed, and is compared
 
     def leaves_out(self, place: Place) -> bool:
@@ -243,8 +281,10 @@ class OwnChanges:
         """
         kept = {each for each in changed if is_tensor(each) and is_compared(each) and each not in self._rewritten}
         self._rewritten = {each for each in self._rewritten if not is_read(each)} | kept
-        still = {each for each in self.places if each in changed - kept or not (is_read(each) and is_tensor(each))}
-        self.places = still | (changed - kept)
+        now = changed - kept
+        self._calls.update(now)
+        filled = {each for each in self.places - now if is_read(each) and (is_tensor(each) or self._calls[each] == 1)}
+        self.places = (self.places - filled) | now
 
     def copy(self) -> "OwnChanges":
         """Return another one with the places of now."""
@@ -367,7 +407,7 @@ def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: 
         line: the file and the number of a line that reads it.
         not_compared: see `HostConstant`.
     """
-    if type(value) is weakref.ref:
+    if isinstance(value, weakref.ref):
         value = value()
     kind = type(value)
     is_code = issubclass(kind, (*_FUNCTIONS, type, ModuleType)) and not issubclass(kind, Enum)
@@ -376,10 +416,12 @@ def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: 
     elif is_code:
         called = value.__func__ if kind is types.MethodType else value
         is_class, is_module = issubclass(type(called), type), issubclass(type(called), ModuleType)
-        found = _qualname(called) if is_class else (own_table(called) or {}).get("__name__") if is_module else None
-        text = found or (called.__qualname__ if type(called) in _FUNCTIONS else f"of class {_qualname(type(called))}")
+        found = qualified_name(called) if is_class else (own_table(called) or {}).get("__name__") if is_module else None
+        text = found or (
+            called.__qualname__ if type(called) in _FUNCTIONS else f"of class {qualified_name(type(called))}"
+        )
     else:
-        text = "" if value is ABSENT else value_text(value) or f"of class {_qualname(kind)}"
+        text = "" if value is ABSENT else value_text(value) or f"of class {qualified_name(kind)}"
     place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
     return HostConstant(path, text, place, not_compared, is_code)
 

@@ -102,10 +102,12 @@ class Executed:
         found = {} if self.knows(code) else dict.fromkeys(candidates, CodePlace(code, 0, 0))
         seen = set[str]()
         for each, place in instructions(code):
-            name, loads = each.argval, each.opname not in SET_ATTRIBUTE
-            if isinstance(name, str) and loads and name in candidates and name not in seen and self.has(place):
-                found[name] = place
-                seen.add(name)
+            if each.opname in SET_ATTRIBUTE:
+                continue
+            for name in each.argval if isinstance(each.argval, tuple) else (each.argval,):
+                if isinstance(name, str) and name in candidates and name not in seen and self.has(place):
+                    found[name] = place
+                    seen.add(name)
         return found
 
     def _see_whether_it_was_ended(self) -> None:

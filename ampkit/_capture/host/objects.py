@@ -4,21 +4,25 @@ import functools
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from ctypes import sizeof
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..._text import value_text
 from ..._user_line import is_users_file
 from .code import codes_in, functions_of, in_partial, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
     MOST_ENTRIES,
+    CData,
     bases_of,
     class_table,
     file_of_module,
@@ -26,12 +30,14 @@ from .constants import (
     gives_its_entries,
     is_array,
     is_closed,
+    is_in_order,
     is_number,
     is_plain,
     noted,
     number_text,
     own_table,
     package_name,
+    qualified_name,
     size,
 )
 
@@ -75,16 +81,30 @@ class Slots:
 
 @dataclass(eq=False)
 class Members:
-    """What is in a set, as a table with one entry."""
+    """What is in a set, as a table: all of it under None if it is plain, else each object under its number."""
 
     owner: Any
 
-    def __getitem__(self, _: None) -> frozenset[Any]:
-        return frozenset(self.owner)
+    def __getitem__(self, key: int | None) -> Any:
+        return frozenset(self.owner) if key is None else tuple(self.owner)[key]
 
     def read(self) -> tuple[Any, ...]:
         """Return the contents: the same objects again if they have not changed since the last call."""
         return tuple(self.owner)
+
+
+@dataclass(eq=False)
+class Given:
+    """What `functools.partial` calls, and the arguments that it adds, by number. It keeps them in C."""
+
+    owner: "functools.partial[Any]"
+
+    def __getitem__(self, key: int) -> Any:
+        return in_partial(self.owner)[key]
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the function and the arguments: the same objects again if they have not changed."""
+        return in_partial(self.owner)
 
 
 @dataclass(eq=False)
@@ -109,22 +129,26 @@ class Array:
     _seen: tuple[Any, ...] = ()
 
     def __getitem__(self, _: None) -> tuple[Any, ...]:
+        if isinstance(self.owner, CData):
+            return self.owner.value if hasattr(self.owner, "value") else bytes(self.owner), self._kind()
         numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
         return (*numbers, self._kind())
 
     def read(self) -> tuple[Any, ...]:
         """Return the contents: the same object again if they have not changed since the last call."""
-        now = self._kind(), bytes(self.owner) if type(self.owner) is bytearray else self.owner.tobytes()
+        now = self._kind(), self.owner.tobytes() if hasattr(self.owner, "tobytes") else bytes(self.owner)
         self._seen = self._seen if now == self._seen else now
         return (self._seen,)
 
     def _kind(self) -> str:
+        if isinstance(self.owner, CData):
+            return type(self.owner).__name__
         if hasattr(self.owner, "dtype"):  # of numpy
             return f"{self.owner.dtype}{list(self.owner.shape)}"
         return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
 
 
-ONE_ENTRY = (Members, ContextValue, Array)  # tables whose only key is None
+READ_WHOLE = (Members, ContextValue, Array, Given)
 
 
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
@@ -142,35 +166,42 @@ class HeldTable(NamedTuple):
         table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots`, `Members`, a
             `ContextValue` or an `Array`.
         keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
-        inner: of those that hold others.
-        texts: how each of the values that are compared is written, behind the name of the attribute.
+        inner: of those that hold others; of these, the class is compared.
+        texts: how each of the values is written, behind the name of the attribute.
+        is_whole: whether nothing in it is left out, so that the order of a dict is compared, too.
     """
 
     path: str
     table: Any
     keys: list[Any]
     inner: list[Any]
-    texts: list[str]
+    texts: dict[Any, str]
+    is_whole: bool
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values that are compared, by how each of them is written."""
-        return {text: noted(self.table[key]) for key, text in zip(self.keys, self.texts, strict=True)}
+        found = {self.texts[key]: noted(self.table[key]) for key in self.keys}
+        if self.is_whole and isinstance(self.table, dict):
+            found[f"{self.path}.keys()"] = tuple(map(noted, self.table))
+        return found
 
     def reader(self) -> Callable[[Any], tuple[Any, ...]] | None:
         """Return what reads the table, and gives the same objects as long as nothing in it changes; None if nothing in
         it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
-        if isinstance(self.table, ONE_ENTRY):
+        if isinstance(self.table, READ_WHOLE):
             return type(self.table).read
         keys = [*self.keys, *self.inner]
-        if keys and type(self.table) in (list, tuple, deque):
+        if keys and is_in_order(type(self.table)):
             return tuple
+        if self.is_whole and isinstance(self.table, dict):
+            return lambda table: (*dict.keys(table), *dict.values(table))
         return getter(keys, type(self.table)) if keys else None
 
     def copy(self) -> dict[Any, Any] | list[Any]:
         """Return the values as they are now: by their keys, or in their order if they have none."""
         if isinstance(self.table, dict):
             return dict(dict.items(self.table))
-        if isinstance(self.table, ONE_ENTRY):
+        if isinstance(self.table, READ_WHOLE):
             return list(self.table.read())
         if isinstance(self.table, (list, tuple, deque)):
             return list(self.table)
@@ -202,9 +233,10 @@ def holders(
                 if not isinstance(key, str) or (all_entries and not is_object) or is_read(key)
             ]
             texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
-            keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry)]
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
-            yield HeldTable(path, table, keys, [key for key, _ in inner], [texts[key] for key in keys])
+            keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry) or not _may_change_inside(entry)]
+            is_whole = all_entries and not is_object and len(pairs) == len(entries)
+            yield HeldTable(path, table, keys, [key for key, _ in inner], texts, is_whole)
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
 
 
@@ -218,13 +250,18 @@ def holds_others(value: Any) -> bool:
     return any(True for _ in _tables(value))
 
 
-def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+def _may_change_inside(value: Any) -> bool:
+    """Return whether a value is a container, or another object that is looked into, and not compared itself."""
+    return issubclass(type(value), (list, tuple, deque, dict, set, frozenset)) or is_array(value) or holds_others(value)
+
+
+def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
     """Yield what an object holds: an identity, whether it is attributes, the table, and the entries.
 
     Nothing is yielded of a plain value, of what is left as it is, and of what is too large to be a setting.
     """
     kind = type(owner)
-    if issubclass(kind, MethodType):
+    if issubclass(kind, MethodType) or (kind is BuiltinMethodType and type(owner.__self__) is not ModuleType):
         yield from _tables(owner.__self__)
     elif kind is MappingProxyType:
         yield from _tables(gc.get_referents(owner)[0])
@@ -241,16 +278,21 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
             pairs = list(dict.items(owner))
             unnamed = [key for key, _ in pairs if not isinstance(key, str)]
-            numbered = len(unnamed) <= MOST_ENTRIES and all(map(is_number, unnamed))
+            numbered = len(unnamed) <= MOST_ENTRIES and all(map(_is_safe_key, unnamed))
             yield id(owner), False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
-    elif kind in (list, deque) or issubclass(kind, tuple):
+    elif is_in_order(kind):
         if len(owner) <= MOST_ENTRIES:
             yield id(owner), False, owner, list(enumerate(owner))
-    elif kind in (set, frozenset):
-        if len(owner) <= MOST_ENTRIES and all(map(is_plain, owner)):
+    elif issubclass(kind, (set, frozenset)):
+        if len(owner) > MOST_ENTRIES or kind.__iter__ not in (set.__iter__, frozenset.__iter__):
+            return
+        if all(map(is_plain, owner)):
             yield _one_entry(Members(owner))
+        else:
+            yield id(owner), False, Members(owner), list(enumerate(owner))
     elif is_array(owner):
-        if (owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
+        is_of_c = isinstance(owner, CData)
+        if (sizeof(owner) if is_of_c else owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
             yield _one_entry(Array(owner))
     else:
         if kind is _CACHED:
@@ -259,7 +301,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, An
         yield from _attributes(owner)
 
 
-def _one_entry(table: Members | ContextValue | Array) -> tuple[int, bool, Any, Iterable[tuple[Any, Any]]]:
+def _one_entry(table: Members | ContextValue | Array) -> tuple[int, bool, Any, Sequence[tuple[Any, Any]]]:
     return id(table.owner), False, table, [(None, table[None])]
 
 
@@ -277,11 +319,10 @@ def _results(cached: Any) -> list[Any]:
     return [] if takes else [cached()]  # which calls nothing
 
 
-def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
     kind, own, slots = type(owner), own_table(owner), Slots(owner)
-    if kind is functools.partial:  # it keeps its arguments in C
-        given = in_partial(owner)
-        yield id(owner), False, given, list(enumerate(given))
+    if kind is functools.partial:
+        yield id(owner), False, Given(owner), list(enumerate(in_partial(owner)))
         return
     hidden: set[str] = set()  # of what the class has under the same name
     if own is not None and len(own) <= _MOST_NAMED:
@@ -295,7 +336,7 @@ def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any
         yield from _of_classes(kind, hidden)
 
 
-def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Iterable[tuple[Any, Any]]]]:
+def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
     """Yield the attributes of a class and its bases, but for those whose names are hidden."""
     for base in bases_of(kind):
         table = class_table(base)
@@ -312,12 +353,24 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
-    if isinstance(table, ONE_ENTRY):
+    if key is None and isinstance(table, READ_WHOLE):
         return path
     if is_object:
         return f"{path}.{key}"
     fields = getattr(type(table), "_fields", ()) if isinstance(table, tuple) else ()
-    return f"{path}.{fields[key]}" if fields and len(fields) == len(table) else f"{path}[{number_text(key)}]"
+    if fields and len(fields) == len(table):
+        return f"{path}.{fields[key]}"
+    if issubclass(type(key), Enum):
+        return f"{path}[{type(key).__name__}.{key._name_}]"
+    if issubclass(type(key), type):
+        return f"{path}[{qualified_name(key)}]"
+    return f"{path}[{number_text(key) if is_number(key) else value_text(key) or object.__repr__(key)}]"
+
+
+def _is_safe_key(key: Any) -> bool:
+    """Return whether no code of the user's looks this key of a dict up."""
+    makes_hash: Any = type(key).__hash__
+    return is_plain(key) or makes_hash is object.__hash__
 
 
 class Reach:

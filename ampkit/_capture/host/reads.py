@@ -31,7 +31,8 @@ one of two ways:
   them counts if its last instruction was executed (`code`, `roots`).
 
 What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
-caches. What the watched call has changed itself is left out (`OwnChanges`). A call then reads all places by a few
+caches. Of functions, code and defaults count. What the watched call has changed itself is left out, unless it was the
+only call that did, as where a cache is filled (`OwnChanges`). A call then reads all places by a few
 getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
 
 A place that each of two watched calls leaves with another number, or longer or shorter, is a *write* that no replay
@@ -49,20 +50,22 @@ and tensors are what a call has made. `step.constants()` lists the places, each 
 
 import contextlib
 import functools
+import operator
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
-from ..._user_line import line_text
+from ..._user_line import is_users_file, line_text
 from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names
-from .code import Scope, functions_of
+from .code import Scope, functions_of, unbound
 from .constants import (
     ABSENT,
     MOST_ENTRIES,
@@ -72,8 +75,10 @@ from .constants import (
     OwnChanges,
     Place,
     ReadValues,
+    TensorReference,
     around_entries,
     bases_of,
+    class_table,
     constant,
     different,
     file_of_module,
@@ -120,16 +125,21 @@ class _Source(NamedTuple):
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values, by what is written behind the text: numbers, texts and functions
         themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
-        found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
-        for holder in self.holders:
-            found.update(holder.found())
+        with without_torch_function():
+            found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
+            if function := _users_function(self.value):
+                found["()"] = parts_of(function)
+            for holder in self.holders:
+                classes = {holder.texts[key]: type(holder.table[key]) for key in holder.inner}
+                found = {**classes, **found, **holder.found()}
         return found
 
     def listed(self) -> Iterator[tuple[str, Any]]:
         """Yield the same for a user: of an object that is looked into only what is in it."""
         found = self.found()
-        is_value = len(found) == 1 or not self.holders or is_plain(self.value)
-        return ((text, value) for text, value in found.items() if text or is_value)
+        inside = {text for holder in self.holders for text in holder.found()}
+        is_value = not inside or is_plain(self.value)
+        return ((text, value) for text, value in found.items() if (text in inside if text else is_value))
 
 
 class Reading(NamedTuple):
@@ -143,6 +153,7 @@ class Reading(NamedTuple):
         tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
             class, and what is compared with all that is in it.
         cells: those that variables of functions are kept in.
+        tensors: those that variables and attributes lead to, and where their values are.
     """
 
     values: ReadValues
@@ -150,6 +161,7 @@ class Reading(NamedTuple):
     read: list[Any]
     tables: list[Any]
     cells: list[Any]
+    tensors: list[tuple[Tensor, tuple[Any, ...] | None]]
 
 
 _PROFILED = (
@@ -174,6 +186,7 @@ class Reads:
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
+        self._whole: set[PathKey] = set()  # of whose objects each attribute counts
         self._own = OwnChanges()
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
@@ -267,9 +280,10 @@ class Reads:
         self._own.saw(
             rewritten | whole(different(start, now)),
             is_read=lambda place: place[0] in read,
-            is_tensor=lambda place: type(after.get(place[0] or (), {}).get(place[1])) is weakref.ref,
+            is_tensor=lambda place: isinstance(after.get(place[0] or (), {}).get(place[1]), weakref.ref),
             is_compared=lambda place: place in rewritten and place[0] in compared,
         )
+        self._whole |= notes.whole
         for key, line in read.items():
             self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
             self._line.setdefault(key, line)
@@ -278,7 +292,7 @@ class Reads:
 
     def forget(self) -> None:
         """Compare no variables any more. What names count in modules is known for good."""
-        self._paths, self._readers, self._line, self._own = {}, {}, {}, OwnChanges()
+        self._paths, self._readers, self._line, self._whole, self._own = {}, {}, {}, set(), OwnChanges()
 
     def are_of_optimizers(self, old: ReadValues, new: ReadValues) -> bool:
         """Return whether steps of optimizers read all that has changed, and nothing else does."""
@@ -305,34 +319,45 @@ class Reads:
         is_read, paths = self._names.has_somewhere, functools.cache(paths)
 
         def name(key: Key) -> str:
+            if key == methods.key:
+                return "the method "
             return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
 
         def was_looked_at(key: Key, text: str) -> bool:
+            if key == methods.key:
+                return False
             if len(key) != 2:
                 return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
             is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
             return is_there and all(map(names.has_somewhere, _IDENTIFIER.findall(text)))
 
+        methods = _Methods(kinds)
+        found[methods.key] = methods.found()
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
         for table, key in chain.from_iterable(source.way for source in sources):
             ways.setdefault(id(table), (table, {}))[1][key] = None
         readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
+        on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
+        readers += [(lambda values: tuple(map(type, values)), on_way), *methods.readers()]
+        readers += _readers_of_functions([value for source in sources if (value := _users_function(source.value))])
         roots = [path.root for path in compared.values()]
         missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
         readers += [(_is_there(root.name), root.owner) for root in missing]
         tables = [holder.table for holder in inside]
         tables += map(vars, filter(_is_looked_into, modules)) if names.of_all else []
-        values_on_way = chain.from_iterable(path.values() for path in compared.values())
-        tables += [own_table(value) for value in values_on_way if not is_left_alone(value)]
+        tables += map(own_table, on_way)
         cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
+        all_noted = chain.from_iterable(values.values() for values in found.values())
+        tensors = [(each(), each.place) for each in all_noted if isinstance(each, TensorReference)]
         return Reading(
             ReadValues(found, name, was_looked_at, self._own.copy()),
             [read for read, _ in readers],
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
             list(cells.values()),
+            [(tensor, place) for tensor, place in tensors if tensor is not None],
         )
 
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
@@ -397,8 +422,61 @@ class Reads:
             way.append((path.root.owner, path.root.name))
         value, text = values[-1], str(path._replace(parts=path.parts[: len(values) - 1]))
         all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
-        inside = holders(value, is_read or self._names.has_somewhere, set(), all_entries=all_entries)
+        is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
+        inside = holders(value, is_read, set(), all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
+
+
+class _Methods:
+    """The methods that the user's own classes of modules have.
+
+    Code that is written anew, as by IPython's autoreload, changes functions in place.
+
+    Args:
+        kinds: the classes of the modules.
+
+    Attributes:
+        key: of what is noted of them.
+    """
+
+    key = ("methods",)
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
+        pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
+        self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
+
+    def found(self) -> dict[str, Any]:
+        """Return what is noted of each of them, by its name."""
+        return {f"{kind.__module__}.{kind.__qualname__}.{name}": parts_of(each) for kind, name, each in self._found}
+
+    def readers(self) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
+        """Yield functions that read what this depends on, and what to pass to them."""
+        for kind in dict.fromkeys(kind for kind, _, _ in self._found):
+            yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
+        yield from _readers_of_functions([function for _, _, function in self._found])
+
+
+def _users_function(value: Any) -> FunctionType | None:
+    found = unbound(value)
+    return found if type(found) is FunctionType and is_users_file(found.__code__.co_filename) else None
+
+
+def parts_of(function: FunctionType) -> tuple[Any, ...]:
+    """Return what is noted of a function: its code, and what its arguments are by default."""
+    by_name = function.__kwdefaults__ or {}
+    return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))
+
+
+def _readers_of_functions(functions: Sequence[FunctionType]) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
+    """Yield functions that read what the parts of some functions depend on, and what to pass to them."""
+    yield lambda found: tuple(chain.from_iterable(map(_code_and_defaults, found))), functions
+    for function in functions:
+        if function.__kwdefaults__:
+            yield getter(list(function.__kwdefaults__)), function.__kwdefaults__
+
+
+_code_and_defaults = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _is_looked_into(module: nn.Module) -> bool:
@@ -421,7 +499,7 @@ def _noted(value: Any, *, of_module: bool) -> Any:
         # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
         module = sys.modules.get(module_name(type(value)))
         in_package = module is not None and "-packages" in file_of_module(module)
-        looked_into = not in_package and type(value) is not functools.partial
+        looked_into = not in_package
     return type(value) if looked_into else reference(value)
 
 

@@ -1,13 +1,14 @@
 """Which variables the functions that a step calls read, told by their bytecode and by what of it is executed."""
 
-from collections import deque
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..._text import error_line
@@ -23,6 +24,7 @@ from .constants import (
     file_of_module,
     gives_its_entries,
     is_closed,
+    is_in_order,
     is_plain,
     module_name,
     own_table,
@@ -32,6 +34,7 @@ from .executed import Executed
 from .objects import Reach, Slots
 
 PathKey = tuple[int, str, tuple[PathStep, ...]]
+_LISTING = frozenset(("__dict__", "asdict", "astuple", "fields", "vars"))  # what gives all attributes of an object
 _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "remove", "setdefault", "update"))
 
 
@@ -115,20 +118,21 @@ def _table(value: Any, part: PathStep) -> Any:
         return module if is_users_file(file_of_module(value)) and part.key in module else None
     if issubclass(type(value), type):
         return _of_class(value, part.key)
-    if is_left_alone(value) and type(value) is not FunctionType:
+    if is_closed(value) and is_module(value):  # which is looked at by itself
         return None
     if part.key in (slots := Slots(value)):
         return slots
     table = own_table(value)
-    return table if table is not None and part.key in table else _of_class(type(value), part.key)
+    if table is not None and part.key in table:
+        return table
+    return None if is_left_alone(value) and type(value) is not FunctionType else _of_class(type(value), part.key)
 
 
 def _has_entry(value: Any, key: Any) -> bool:
     kind = type(value)
     if issubclass(kind, dict):
         return gives_its_entries(kind) and dict.__contains__(value, key)
-    in_order = kind in (list, deque) or issubclass(kind, tuple)
-    return in_order and type(key) is int and -len(value) <= key < len(value)
+    return is_in_order(kind) and type(key) is int and -len(value) <= key < len(value)
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -159,6 +163,7 @@ class Notes:
         before: the values of each path when a function that reads it was called.
         readers: what reads each path.
         compiled: the paths of which torch.compile's code may contain all values.
+        whole: the paths to objects of which each attribute counts, also those that no code names.
         problem: why it cannot be told what the step reads; "" if it can.
         changed: the lists, dicts and sets of which a method is called that may change them: each with how it is
             written, its length before, and the places of the call.
@@ -180,6 +185,7 @@ class Notes:
         self.problem: str = ""
         self.readers: dict[PathKey, set[Reader]] = {}
         self.changed: dict[PathKey, tuple[str, Any, int, list[CodePlace]]] = {}
+        self.whole: set[PathKey] = set()
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
@@ -223,6 +229,8 @@ class Notes:
         for path, read in (*self._fixed[id(code)], *given):
             if path is not None:
                 self._add(path, reader, found[read])
+                if not _LISTING.isdisjoint(code.co_names):
+                    self.whole.add(path.key)
         return True
 
     def values(self) -> dict[PathKey, dict[str, Any]]:
@@ -351,13 +359,16 @@ class Notes:
         if len(values) > 1 and _reads_unseen(values[-1]):
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)
+            function = unbound(values[-1])
+            if type(function) is not FunctionType or "-packages" not in function.__code__.co_filename:
+                self.whole.add(owner.key)  # the code of a package is watched, and tells names
         for depth, value in enumerate(values):
             self._functions.note(value)
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
             if type(value) is MethodType:
                 self._take_object("self", value.__self__)
-            if not is_plain(value):
+            if not is_plain(value) or isinstance(value, Tensor):
                 self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
 
 
@@ -382,6 +393,9 @@ def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) 
     """Return the path of a global variable, or of one of the functions around a function; None if it is neither."""
     if read.scope is Scope.GLOBAL and read.variable in variables:
         return Path(Root(Scope.GLOBAL, variables, read.variable), read.parts)
+    if read.scope is Scope.IMPORTED and function is None:
+        name = importlib.util.resolve_name(read.variable, variables.get("__package__") or "")
+        return Path(Root(Scope.GLOBAL, sys.modules, name), read.parts) if name in sys.modules else None
     if read.scope is Scope.ENCLOSING and function is not None and function.__closure__:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         return Path(Root(Scope.ENCLOSING, cells[read.variable], read.variable), read.parts)

@@ -24,7 +24,7 @@ from ..._torch.tensors.modes import (
 from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
 from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
 from ..._torch.tensors.tensors import layout_check, local_shard
-from ..host.constants import getter, tells_its_size
+from ..host.constants import getter, place_of, tells_its_size
 from ..host.host_tensors import HostTensors
 from ..host.reads import Reads
 from .walk import Walk, requires_grad
@@ -141,6 +141,7 @@ class Look:
         reading = reads.look(walk.modules, walk.paths)
         self.reads, self._readers = reading.values, (reading.readers, reading.read)
         self._tables += tuple(reading.cells)
+        self._tensors = reading.tensors
         self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
@@ -163,6 +164,7 @@ class Look:
             len(objects) == len(self._objects)
             and self._read_identities(objects) == self._identities
             and list(map(Tensor.data_ptr, local)) == self.addresses
+            and all(place_of(tensor) == place for tensor, place in self._tensors)
             and (self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local))
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings

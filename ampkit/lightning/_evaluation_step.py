@@ -176,7 +176,7 @@ class EvaluationStep:
             set_gradients(params, [None] * len(params))
             with (
                 HostWrites(self._module, self._method) as writes,
-                _log_calls.recorded(self._module) as log_calls,
+                _log_calls.recorded(self._module, self._log) as log_calls,
                 self._trainer_reads.watching(),
             ):
                 output = self._forward(own_batch(batch), *self._further_args)

@@ -49,13 +49,17 @@ class Template:
 
 
 @contextmanager
-def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
+def recorded(module: nn.Module, forwarder: "LogForwarder") -> Iterator[list[LogCall]]:
     """Context in which `module.log` only appends to the list that the context yields.
 
     Lightning's own `log` must not be captured: it replaces the tensors in which it sums, so means over an epoch would
     be wrong without any message. A tensor is cloned, as Lightning does, since the step may change it later.
+
+    Args:
+        module: the LightningModule.
+        forwarder: makes the calls if the step reads what it has logged: see `catch_up`.
     """
-    recorder = _LogRecorder()
+    recorder = _LogRecorder(forwarder)
     before = vars(module).get("log")
     with Undo() as undo:
         if before is None:
@@ -66,8 +70,25 @@ def recorded(module: nn.Module) -> Iterator[list[LogCall]]:
         yield recorder.calls
 
 
+def catch_up(module: nn.Module) -> None:
+    """Make the calls of `module.log` that were recorded so far: the step is about to read what Lightning has of them.
+
+    Nothing that reads it is captured.
+    """
+    recorder = vars(module).get("log")
+    if isinstance(recorder, _LogRecorder) and recorder.calls:
+        calls = recorder.calls[:]
+        recorder.calls.clear()
+        del vars(module)["log"]
+        try:
+            recorder.forwarder(calls)
+        finally:
+            vars(module)["log"] = recorder
+
+
 @dataclass(eq=False)
 class _LogRecorder:
+    forwarder: "LogForwarder"
     calls: list[LogCall] = field(default_factory=list)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Lightning's own log is not traced either

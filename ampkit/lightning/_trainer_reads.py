@@ -19,16 +19,16 @@ from .._torch.compile import noticing_compiled_code
 from .._undo import Undo, replace
 from .._user_line import running_line
 from ._host_state import ADVICE, HOOK_BEHIND, HostReads
+from ._log_calls import catch_up
 
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOOPS = ("fit_loop", "validate_loop", "test_loop")  # their counters
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _OF_TRAINER = (
     "global_step",
     "current_epoch",
     "is_last_batch",
-    "callback_metrics",
-    "logged_metrics",
-    "progress_bar_metrics",
+    *_METRICS,
     "logger",
     "loggers",
     "optimizers",
@@ -57,7 +57,7 @@ class TrainerReads:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, host_reads: HostReads, method: str) -> None:
-        self._trainer, self._method = trainer, method
+        self._trainer, self._module, self._method = trainer, module, method
         self._host_reads = host_reads
         self._thread = threading.get_ident()
         self.noticed = False
@@ -96,6 +96,8 @@ class TrainerReads:
         what = f"reads {name} of the Trainer, and a graph would freeze its value"
         self.noticed = True
         report_read(Problem(what, advice, graph_only=True), running_line(reader))
+        if name in _METRICS:
+            catch_up(self._module)
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:

@@ -278,7 +278,7 @@ class TrainerStep:
     def _loss(
         self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
     ) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
-        with _log_calls.recorded(self._module) as log_calls:
+        with _log_calls.recorded(self._module, self._log) as log_calls:
             if call is None:
                 output = self._forward(batch, *self._further_args)
             else:  # as the strategy does, with compiled code in its innermost call

@@ -84,6 +84,15 @@ class Metrics(Reads):
         return 1.0 + len(self.trainer.progress_bar_metrics) + len(self.trainer.callback_metrics)
 
 
+class ReadsItsLog(Reads):
+    """Reads back what the same step has logged, which Lightning has at once."""
+
+    def factor(self) -> Any:
+        self.log("scale", self.first[0].weight.abs().mean())
+        self.log("number", 0.5, on_step=True, on_epoch=True)
+        return self.trainer.callback_metrics["scale"] + self.trainer.logged_metrics["number_step"]
+
+
 class WritesToLogger(Reads):
     def factor(self) -> float:
         self.logger.log_metrics({"steps": 1.0}, step=0)  # type: ignore[union-attr]
@@ -126,6 +135,7 @@ KINDS: dict[type[Reads], str] = {
     Rate: "optimizers",
     OfStrategy: "optimizers",
     Metrics: "progress_bar_metrics",
+    ReadsItsLog: "callback_metrics",
     WritesToLogger: "logger",
     ByHelper: "global_step",
     InBackward: "global_step",

@@ -1,6 +1,8 @@
 """Checks of the arguments that `graphed_step` gets."""
 
 import inspect
+import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,10 +12,12 @@ from torch import nn
 from .._arguments import check_at_least, check_callable, check_instance, wrong
 from .._batches.buckets import Buckets
 from .._capture.preflight.sparse_gradients import refuse_sparse
+from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
+from .._user_line import users_level
 from .observer import Observer
 
 
@@ -89,6 +93,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
             "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
         )
     refuse_sparse(model, optimizer, max_norm)
+
+
+def hint_at_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
+    """Warn where a second step is made of a model, an optimizer and a loss, as in a function that trains one epoch."""
+    made = _made.setdefault(model, set())
+    this = weakref.ref(optimizer), getattr(loss_fn, "__code__", type(loss_fn))
+    if this in made:
+        warnings.warn(_MADE_AGAIN, AmpkitWarning, stacklevel=users_level())
+    made.add(this)
+
+
+_made: "weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
+_MADE_AGAIN = (
+    "graphed_step: there was a step of this model, this optimizer and this loss before. Each one warms up, captures "
+    "graphs of its own, and begins with its own loss scale. Make it once, in front of the loop over epochs, and pass "
+    "it on."
+)
 
 
 def check_kinds(model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object) -> None:

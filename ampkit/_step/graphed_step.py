@@ -24,7 +24,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_kinds, check_optimizer, device_of, read_scaler
+from .arguments import Scheduler, check_kinds, check_optimizer, device_of, hint_at_one_step, read_scaler
 from .compile.compile_choice import check_compile, step_maker, warmup_of
 from .graph_owner import GraphOwner
 from .many.scan import Scan
@@ -195,6 +195,8 @@ def graphed_step(
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = _session(step, state, model, options, blocker, compile)
+    if options.graph != "off":
+        hint_at_one_step(model, optimizer, loss_fn)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 

@@ -480,3 +480,19 @@ def test_auto_on_the_cpu_says_so() -> None:
     assert "CUDA graphs need a CUDA device" in str(step.report())
     with pytest.raises(ampkit.CaptureError, match="CUDA graphs need a CUDA device"):
         make(graph="auto", on_failure="raise")
+
+
+def test_a_step_for_each_epoch_is_said() -> None:
+    """A step made in a function that trains one epoch warms up each time, and its loss scale begins anew."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make(graph: str = "emulate", power: int = 1) -> Any:
+        return ampkit.graphed_step(lambda model, x: (model(x) ** power).sum(), model, optimizer, graph=graph)
+
+    make()
+    make("off")
+    ampkit.graphed_step(lambda model, x: model(x).mean(), model, optimizer, graph="emulate")  # another loss
+    with pytest.warns(ampkit.AmpkitWarning, match="Make it once, in front of the loop over epochs") as caught:
+        make(power=2)
+    assert caught[0].filename == __file__

@@ -50,7 +50,6 @@ and tensors are what a call has made. `step.constants()` lists the places, each 
 
 import contextlib
 import functools
-import operator
 import re
 import sys
 import weakref
@@ -153,7 +152,9 @@ class Reading(NamedTuple):
         tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
             class, and what is compared with all that is in it.
         cells: those that variables of functions are kept in.
-        tensors: those that variables and attributes lead to, and where their values are.
+        objects: those whose class counts.
+        functions: those whose code and defaults count.
+        tensors: those that variables and attributes lead to, where `place_of` counts.
     """
 
     values: ReadValues
@@ -161,7 +162,9 @@ class Reading(NamedTuple):
     read: list[Any]
     tables: list[Any]
     cells: list[Any]
-    tensors: list[tuple[Tensor, tuple[Any, ...] | None]]
+    objects: list[Any]
+    functions: list[FunctionType]
+    tensors: list[Tensor]
 
 
 _PROFILED = (
@@ -340,8 +343,9 @@ class Reads:
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
         on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        readers += [(lambda values: tuple(map(type, values)), on_way), *methods.readers()]
-        readers += _readers_of_functions([value for source in sources if (value := _users_function(source.value))])
+        called = [value for source in sources if (value := _users_function(source.value))] + methods.functions
+        readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
+        readers += methods.readers()
         roots = [path.root for path in compared.values()]
         missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
         readers += [(_is_there(root.name), root.owner) for root in missing]
@@ -357,7 +361,9 @@ class Reads:
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
             list(cells.values()),
-            [(tensor, place) for tensor, place in tensors if tensor is not None],
+            on_way,
+            called,
+            [tensor for tensor, place in tensors if tensor is not None and place is not None],
         )
 
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
@@ -437,6 +443,7 @@ class _Methods:
 
     Attributes:
         key: of what is noted of them.
+        functions: the functions.
     """
 
     key = ("methods",)
@@ -445,6 +452,7 @@ class _Methods:
         bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
         pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
         self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
+        self.functions = [function for _, _, function in self._found]
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of each of them, by its name."""
@@ -454,7 +462,6 @@ class _Methods:
         """Yield functions that read what this depends on, and what to pass to them."""
         for kind in dict.fromkeys(kind for kind, _, _ in self._found):
             yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
-        yield from _readers_of_functions([function for _, _, function in self._found])
 
 
 def _users_function(value: Any) -> FunctionType | None:
@@ -466,17 +473,6 @@ def parts_of(function: FunctionType) -> tuple[Any, ...]:
     """Return what is noted of a function: its code, and what its arguments are by default."""
     by_name = function.__kwdefaults__ or {}
     return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))
-
-
-def _readers_of_functions(functions: Sequence[FunctionType]) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
-    """Yield functions that read what the parts of some functions depend on, and what to pass to them."""
-    yield lambda found: tuple(chain.from_iterable(map(_code_and_defaults, found))), functions
-    for function in functions:
-        if function.__kwdefaults__:
-            yield getter(list(function.__kwdefaults__)), function.__kwdefaults__
-
-
-_code_and_defaults = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _is_looked_into(module: nn.Module) -> bool:

@@ -141,7 +141,8 @@ class Look:
         reading = reads.look(walk.modules, walk.paths)
         self.reads, self._readers = reading.values, (reading.readers, reading.read)
         self._tables += tuple(reading.cells)
-        self._tensors = reading.tensors
+        self._classed, self._functions = reading.objects, reading.functions
+        self._tensors, self._places = reading.tensors, list(map(place_of, reading.tensors))
         self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
@@ -164,7 +165,7 @@ class Look:
             len(objects) == len(self._objects)
             and self._read_identities(objects) == self._identities
             and list(map(Tensor.data_ptr, local)) == self.addresses
-            and all(place_of(tensor) == place for tensor, place in self._tensors)
+            and list(map(place_of, self._tensors)) == self._places
             and (self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local))
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
@@ -195,7 +196,8 @@ class Look:
         found: list[Any] = gc.get_referents(*self._tables)  # all values of all tables and lists, in one call of C
         found += map(requires_grad, self._differentiable)
         found += walk.training()
-        found += map(type, walk.modules)
+        found += map(type, chain(walk.modules, self._classed))
+        found += chain.from_iterable(map(_code_and_defaults, self._functions))
         for optimizer, hooks in self._with_hooks:
             found += optimizer.state, optimizer.param_groups
             if any((*HOOKS_OF_ALL, *hooks)):
@@ -335,6 +337,7 @@ class StateWatch(Generic[_G]):
 # New in Python 3.11, a call of C.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+_code_and_defaults = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def packs_saved_tensors() -> bool:

@@ -49,8 +49,14 @@ class Exchange:
             alike = [pair for pair in pairs if pair[1].dtype is dtype]
             foreach_copy_([view for view, _ in alike], [gradient for _, gradient in alike])
         group: Any = private(self._ddp, "process_group")
-        bucket.mul_(1 / group.size())  # `div_` would round differently where the size is no power of two
-        self._sent.append((torch.distributed.all_reduce(bucket, group=group, async_op=True), params, views))
+        share = 1 / group.size()
+        operation: Any = torch.distributed.ReduceOp.SUM
+        if group.size() == 2 and torch.distributed.get_backend(group) == "nccl":
+            # NCCL multiplies what it reads. It may choose another order of additions then: with two there is but one.
+            operation = private(torch.distributed, "_make_nccl_premul_sum")(share)
+        else:
+            bucket.mul_(share)  # `div_` would round differently where the size is no power of two
+        self._sent.append((torch.distributed.all_reduce(bucket, operation, group, async_op=True), params, views))
 
     def finish(self) -> bool:
         """Give the parameters their gradients; return whether none is missing. To be called behind the backward.

@@ -1,13 +1,13 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ..._errors import CaptureError
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
+from ..host.left_tensors import put
 from ..preflight.host_values import refuse_reads
 from ..ranks.ranks import Ranks
 from ..state.state import TrainingState
@@ -36,7 +36,8 @@ def record(
 
     Returns:
         What leaves the modules in the mode, and their tensors with the `requires_grad` and the gradients, in which `fn`
-        has left them. A replay does not do that by itself. None if `fn` has left all of them as they were.
+        has left them, and tensors where `fn` has put new ones. A replay does not do that by itself. None if `fn` has
+        left all of them as they were.
 
     Raises:
         CaptureError: the capture failed, on this rank or on another one. Everything is as before the call.
@@ -44,6 +45,7 @@ def record(
     before = state.tensors()
     walk = Walk(state.modules)
     flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
+    held = state.watch.held_tensors()
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
     state.renew_gradient_nodes()
@@ -79,4 +81,12 @@ def record(
     left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
-    return partial(walk.leave, changed, left) if changed or left else None
+    put_there = held.taken()
+    if not (changed or left or put_there):
+        return None
+
+    def leave() -> None:
+        walk.leave(changed, left)
+        put(put_there)
+
+    return leave

@@ -64,6 +64,7 @@ class Captured:
 
     def reset(self) -> None:
         """Give up the graph."""
+        self._set_flags = None  # which may keep tensors of the graph
         self._graph.reset()
 
 

@@ -353,8 +353,12 @@ class Reads:
         tables += map(vars, filter(_is_looked_into, modules)) if names.of_all else []
         tables += map(own_table, on_way)
         cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
-        all_noted = chain.from_iterable(values.values() for values in found.values())
-        tensors = [(each(), each.place) for each in all_noted if isinstance(each, TensorReference)]
+        tensors = [
+            (each(), each.place)
+            for key, values in found.items()
+            for text, each in values.items()
+            if isinstance(each, TensorReference) and not self._own.leaves_out((key, text))
+        ]
         return Reading(
             ReadValues(found, name, was_looked_at, self._own.copy()),
             [read for read, _ in readers],

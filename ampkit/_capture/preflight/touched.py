@@ -63,7 +63,7 @@ class Touched:
         """Note the memory that an operation has used, written to and made."""
         tensors = tensors_in((args, kwargs))
         given = addresses(tensors)
-        if op is LIFT_FRESH:  # what torch.tensor has just made
+        if op is LIFT_FRESH or op is torch.ops.aten.resize_.default:  # what torch.tensor has just made, or a new size
             self._made |= given
         for tensor in tensors:
             self.nested = self.nested or tensor.is_nested
@@ -77,7 +77,7 @@ class Touched:
                 frame = real_frame()
                 # In the first run of compiled code torch puts a mode of its own around it, which lets others see its
                 # operations. Their buffers come from an allocator that no mode sees.
-                by_user = is_users_call(frame) and not calls_from_compiled_code(frame)
+                by_user = is_users_call(frame, wrapped=True) and not calls_from_compiled_code(frame)
                 self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
         written = list(written_arguments(op, args, kwargs))
         for tensor in written:

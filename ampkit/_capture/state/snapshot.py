@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch.device.rnn_dropout import put_back
 from ..._torch.tensors.tensors import local_shard, version
 from .state import TrainingState
 from .walk import Walk
@@ -60,7 +61,7 @@ class Snapshot:
                 if version(leaf) != number:
                     leaf.copy_(before)
         for generator, state in zip(self._generators, self._random, strict=True):
-            generator.set_state(state)
+            put_back(generator, state)
         if self._of_python is not None:
             random.setstate(self._of_python)
         if self._of_numpy is not None:

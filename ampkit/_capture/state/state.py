@@ -16,7 +16,7 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..._torch.tensors.tensors import local_shard
+from ..._torch.tensors.tensors import is_tensor, local_shard
 from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
 from ..host.reads import Reads
@@ -277,6 +277,11 @@ class TrainingState:
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound, self.modules)
 
+    def tensor_attributes(self) -> set[tuple[int, str]]:
+        """Return which attributes of modules hold a tensor, parameters and buffers aside: module and name."""
+        modules = (each for module in self.modules.values() for each in parts_of(module))
+        return {(id(each), name) for each in modules for name, value in vars(each).items() if is_tensor(value)}
+
     def are_own(self, addresses: set[int]) -> bool:
         """Return whether all these addresses are of tensors of ampkit's own, or 0."""
         return addresses <= {0, *(local_shard(tensor).data_ptr() for tensor in self.own.values())}
@@ -338,6 +343,7 @@ def _host(look: Look) -> tuple[tuple[str, Any], ...]:
     named.append(("torch.autograd.detect_anomaly()", looks_for_nan))
     # Whether there are any, for they are often functions that are made in each call.
     named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
+    named.append(("the random state of cuDNN's dropout (nn.LSTM, nn.GRU, nn.RNN)", look.dropout_begun))
     named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
     named.append(("hooks of modules and parameters", Objects(look.hooks)))
     for k, optimizer in enumerate(look.optimizers):

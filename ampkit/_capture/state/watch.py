@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..._torch.device.rnn_dropout import RnnDropout
 from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from ..._torch.tensors.modes import (
     DeviceContext,
@@ -26,6 +27,7 @@ from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
 from ..._torch.tensors.tensors import layout_check, local_shard
 from ..host.constants import getter, place_of, tells_its_size
 from ..host.host_tensors import HostTensors
+from ..host.left_tensors import LeftTensors
 from ..host.reads import Reads
 from .walk import Walk, requires_grad
 
@@ -84,9 +86,12 @@ class Look:
         sees_hooks: see `TrainingState`.
         reads: which attributes of the modules and which variables are compared.
         host_tensors: which tensors on the host are compared.
+        rnn_dropout: notices when cuDNN's dropout begins anew.
 
     Attributes:
         walk, optimizers, scaler, held: as given.
+        tensors: those outside of the modules' parameters and buffers that are compared.
+        dropout_begun: how often cuDNN's dropout has begun anew.
         followed: the entries of a param group whose changes graphs follow.
         addresses: of parameters and buffers.
         layouts: of parameters and buffers.
@@ -109,7 +114,9 @@ class Look:
         sees_hooks: bool,
         reads: Reads,
         host_tensors: HostTensors,
+        rnn_dropout: RnnDropout,
     ) -> None:
+        self._rnn_dropout, self.dropout_begun = rnn_dropout, rnn_dropout.times
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in optimizers]
         self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
@@ -142,7 +149,7 @@ class Look:
         self.reads, self._readers = reading.values, (reading.readers, reading.read)
         self._tables += tuple(reading.cells)
         self._classed, self._functions = reading.objects, reading.functions
-        self._tensors, self._places = reading.tensors, list(map(place_of, reading.tensors))
+        self.tensors, self._places = reading.tensors, list(map(place_of, reading.tensors))
         self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
@@ -165,10 +172,11 @@ class Look:
             len(objects) == len(self._objects)
             and self._read_identities(objects) == self._identities
             and list(map(Tensor.data_ptr, local)) == self.addresses
-            and list(map(place_of, self._tensors)) == self._places
+            and list(map(place_of, self.tensors)) == self._places
             and (self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local))
             and (hooks_made() == self._hooks_made or self._hooks_are_same())
             and self._read_settings() == self._settings
+            and self._rnn_dropout.times == self.dropout_begun
             and list(map(len, self._lists)) == self._lengths
             and (not self._host_bytes or self._host_tensors.bytes_now() == self._host_bytes)
             and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
@@ -269,7 +277,9 @@ class StateWatch(Generic[_G]):
         self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
         self._bare, self._sees_hooks = bare, sees_hooks
         self.reads: Reads = Reads(functions)
+        self._functions = tuple(functions)
         self.host_tensors: HostTensors = HostTensors()
+        self._rnn_dropout = RnnDropout()
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -284,6 +294,12 @@ class StateWatch(Generic[_G]):
     def look_again(self) -> None:
         """Have the next call look anew at everything, so that another object stands for the state."""
         self._seen = None
+
+    def held_tensors(self) -> LeftTensors:
+        """Return what modules and variables hold now, to be told behind a call what that has left there."""
+        compared = [] if self._seen is None else self._seen[0].tensors
+        modules = [] if self._walk is None else self._walk.modules
+        return LeftTensors(modules, self._functions, set(map(id, compared)))
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.
@@ -304,6 +320,8 @@ class StateWatch(Generic[_G]):
         Learning rates, which graphs read from tensors, are brought up to date. Every call does this. Sync: none.
         """
         self.refresh_rates()
+        if self._rnn_dropout.device is not None:
+            self._rnn_dropout.look()
         if self._seen is None or len(self._modules) != self._walked:
             return self._look()
         with without_torch_function():
@@ -314,6 +332,7 @@ class StateWatch(Generic[_G]):
         self._seen = None
         if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
             self._walk, self._walked = Walk(self._modules), len(self._modules)
+            self._rnn_dropout.watch(self._walk.modules)
         with without_torch_function():
             bare = [] if self._bare is None else list(self._bare.parameters())
             for param in bare:
@@ -328,6 +347,7 @@ class StateWatch(Generic[_G]):
                 sees_hooks=self._sees_hooks,
                 reads=self.reads,
                 host_tensors=self.host_tensors,
+                rnn_dropout=self._rnn_dropout,
             )
             now = self._describe(look)
         self._seen = look, now

@@ -1,0 +1,67 @@
+"""Tensors that each call leaves in attributes, dicts and lists, as `self.last_attention = weights` does.
+
+No replay would leave one. The tensor of the capture is memory of the graph, which its replays fill. So it is kept, and
+a replay puts it where the call would have put its own.
+"""
+
+import gc
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._torch.tensors.modules import hook_tables
+from ..._torch.tensors.tree import tree_flatten
+from .calls import KEPT_ELSEWHERE
+from .code import given_before
+from .constants import ABSENT
+from .objects import Reach, any_name, holders
+
+
+class LeftTensors:
+    """What modules, and the variables of the functions that a step calls, hold before a capture.
+
+    Args:
+        modules: those that the step may call.
+        functions: those of the user's that ampkit calls in a step.
+        compared: the ids of tensors that calls compare. What reads one of them is right for that tensor alone.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any], compared: Collection[int]) -> None:
+        self._compared = compared
+        hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
+        values = [value for function in (*functions, *hooks) for _, value in given_before(function)]
+        for function in Reach([*functions, *modules, *hooks]):
+            values += chain.from_iterable(map(gc.get_referents, function.__closure__ or ()))
+            values += [function.__globals__.get(name) for name in function.__code__.co_names]
+        seen: set[int] = set()
+        held = [each.table for value in values for each in holders(value, any_name, seen, all_entries=True)]
+        for module in modules:
+            inside = (value for name, value in vars(module).items() if name not in KEPT_ELSEWHERE)
+            held += chain.from_iterable((each.table for each in holders(value, any_name, seen)) for value in inside)
+        tables = [*map(vars, modules), *(table for table in held if isinstance(table, (dict, list)))]
+        self._before = [(table, dict(_entries(table))) for table in tables]
+
+    def taken(self) -> list[tuple[Any, Any, Any]]:
+        """Return what holds something else now that has tensors in it: the dict or list, the key, and the value."""
+        return [
+            (table, key, value)
+            for table, before in self._before
+            for key, value in _entries(table)
+            if value is not (was := before.get(key, ABSENT)) and id(was) not in self._compared
+            if any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
+        ]
+
+
+def put(left: list[tuple[Any, Any, Any]]) -> None:
+    """Put tensors where a call has left them."""
+    for table, key, value in left:
+        if isinstance(table, dict):
+            dict.__setitem__(table, key, value)
+        elif key < list.__len__(table):
+            list.__setitem__(table, key, value)
+
+
+def _entries(table: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(table) if isinstance(table, dict) else enumerate(table))

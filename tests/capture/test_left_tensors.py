@@ -1,0 +1,177 @@
+"""Tensors that each call leaves somewhere on the host: behind a replay they are those of its graph."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic
+from tape import taped
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+STATE: dict[str, Any] = {}
+
+
+class Block(nn.Module):
+    """Leaves a tensor in an attribute, in a dict, in a list, and in a tuple and an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.last: Any = None
+        self.by_name: dict[str, Tensor] = {}
+        self.in_order: list[Any] = [None, None]
+        self.pair: Any = ()
+        self.held = SimpleNamespace(loss=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x)
+        self.last = h.sum(1)
+        self.by_name["mean"] = h.mean()
+        self.in_order[0] = h.amax(1)
+        self.pair = (h.amin(1), h.abs().mean(1))
+        self.held.loss = self.last.square().mean()
+        return h
+
+
+def left_in(model: Any, features: dict[str, Tensor]) -> list[Tensor]:
+    block = model[0]
+    found = [block.last, block.by_name["mean"], block.in_order[0], *block.pair, block.held.loss, STATE["out"]]
+    return [tensor.detach().clone() for tensor in (*found, features["hook"])]
+
+
+def train(engine: Engine, graph: str, between: Callable[[Any], None] = lambda model: None) -> tuple[Any, Any]:
+    """Train on batches of two sizes in turn. Return what each call left, and the step."""
+    device, _ = engine
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), nn.Linear(4, 2)).to(device)
+    features: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        features["hook"] = out.mean(0)
+
+    model[1].register_forward_hook(keep)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        STATE["out"] = out.sum(1)
+        return out.square().mean() + model[0].held.loss  # type: ignore[index]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-5, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(20):
+        step(torch.randn(2 + i % 2, 4, generator=generator).to(device))
+        found.append(left_in(model, features))
+        between(model)
+    return found, step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_they_are_those_of_the_call(engine: Engine) -> None:
+    """W1: with a graph for each of two shapes, an attribute is never that of the other graph."""
+    with deterministic():
+        expected, _ = train(engine, "off")
+        with taped() if engine[0] == "cpu" else nullcontext():
+            found, step = train(engine, engine[1])
+    assert_same(found, expected)
+    assert (step.captures, step.replays) == (2, 20 - 6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_cleared_between_calls_comes_back(engine: Engine) -> None:
+    """W1: users read such a tensor and delete it, or shorten a list."""
+
+    def clear(model: Any) -> None:
+        model[0].last = None
+        model[0].in_order[:] = [None, None]
+        STATE.clear()
+
+    with deterministic():
+        expected, _ = train(engine, "off", clear)
+        with taped() if engine[0] == "cpu" else nullcontext():
+            found, step = train(engine, engine[1], clear)
+    assert_same(found, expected)
+    assert step.replays > 8
+
+
+def test_a_mask_that_is_compared_stays() -> None:
+    """A tensor that is made once for each shape, and read, belongs to the key: no replay puts another one there."""
+
+    class Masked(nn.Module):
+        mask: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None or self.mask.shape[0] < x.shape[0]:
+                self.mask = torch.ones(x.shape[0], 1)
+            out: Tensor = self.fc(x) * self.mask[: x.shape[0]]
+            return out
+
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-5)
+    step = ampkit.graphed_step(lambda model, x: model(x).square().mean(), model, optimizer, graph="emulate")
+    with taped():
+        for i in range(20):
+            step(torch.ones(2 + i % 2, 4))
+    assert step.captures == 2
+    assert step.replays > 8
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state in an attribute, which is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.hidden = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Any:
+        before = torch.zeros_like(x) if self.hidden is None else self.hidden.detach()
+        self.hidden = torch.tanh(self.fc(x) + before)
+        return self.hidden
+
+
+class Centred:
+    """A criterion beside the model that replaces its own tensor in each call, as DINO's does."""
+
+    def __init__(self, device: str) -> None:
+        self.center = torch.zeros(4, device=device)
+
+    def __call__(self, out: Tensor) -> Tensor:
+        self.center = self.center * 0.9 + 0.1 * out.detach().mean(0)
+        return (out - self.center).square().mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["attribute", "criterion"])
+def test_a_tensor_that_is_read_before_it_is_replaced_is_named(engine: Engine, kind: str) -> None:
+    """W1: a graph would read the first one in each replay."""
+    device, graph = engine
+
+    def losses(graph: str) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model: nn.Module = Recurrent() if kind == "attribute" else nn.Sequential(nn.Linear(4, 4))
+        criterion = Centred(device) if kind == "criterion" else lambda out: out.square().mean()
+        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=2.0**-5)
+        step = ampkit.graphed_step(lambda model, x: criterion(model(x)), model, optimizer, graph=graph)
+        generator = torch.Generator().manual_seed(1)
+        return [step(torch.randn(2, 4, generator=generator).to(device)).loss.item() for _ in range(16)], step
+
+    with deterministic():
+        expected, _ = losses("off")
+        says = "reads a tensor that is no argument .* replaced since"
+        replaying = taped() if device == "cpu" else nullcontext()
+        with replaying, pytest.warns(ampkit.CaptureWarning, match=says):
+            found, step = losses(graph)
+    assert found == expected
+    assert step.replays == 0

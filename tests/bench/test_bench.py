@@ -160,6 +160,7 @@ def test_rows_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
 def test_quick_ends_soon_and_says_what_it_cannot_measure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +418,7 @@ def test_the_host_time_is_of_two_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.slow
 def test_a_sweep_ends_for_a_variant_that_runs_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--sweep doubles the batch; where memory ends is a row, and larger batches are not tried on that variant."""
     tried = []

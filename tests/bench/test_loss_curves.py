@@ -20,6 +20,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.slow
 def test_loss_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager, eager again, another seed, captured; the captured one lies within the noise of seeds."""
     out, plot = tmp_path / "curves.json", tmp_path / "curves.png"

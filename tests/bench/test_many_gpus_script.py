@@ -39,6 +39,7 @@ def test_rows_on_the_cpu(ways: list[str], tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_that_is_cut_keeps_its_rows() -> None:
     """SIGTERM behind the first row: it is printed, in the table, too, with what is being measured; the ranks end."""
     options = ["--small", "--device", "cpu", "--models", "gpt2", "--ways", "torch", "graphed", "--timeout", "120"]

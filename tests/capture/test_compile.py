@@ -42,7 +42,7 @@ def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], los
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("part", ["model", "loss"])
+@pytest.mark.parametrize("part", ["model", pytest.param("loss", marks=pytest.mark.seeds)])
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
 @allow_inductor_warnings
@@ -148,6 +148,7 @@ def test_a_compilation_within_the_capture_is_refused() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fresh_dynamo")
 @allow_inductor_warnings
+@pytest.mark.slow
 def test_batches_that_are_views(engine: tuple[str, str]) -> None:
     """R11: compiled code detaches views that it saves for its backward, unlike the buffers of a graph."""
     images, labels = torch.randn(8, 4, 3), torch.randint(0, 5, (8, 4))

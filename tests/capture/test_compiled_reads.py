@@ -103,7 +103,7 @@ def train(step: Any, calls: int) -> None:
 @pytest.mark.filterwarnings("ignore::ampkit.AmpkitWarning")
 @pytest.mark.parametrize("way", ["the loss", "the module", "in place", "within the loss"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.quick(2)
 def test_a_change_is_noticed(change: str, way: str) -> None:
     """R7: another value of what compiled code holds as a constant is another graph."""
@@ -148,6 +148,7 @@ class Trainer:
         torch._foreach_lerp_(self.average, list(model.parameters()), 0.1)
 
 
+@pytest.mark.slow
 def test_a_method_behind_the_step_is_no_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """W2: what other methods of its object read, such as a list that grows, is no matter to the compiled loss."""
     leave_out_inductor(monkeypatch)
@@ -229,6 +230,7 @@ def test_compiled_code_without_a_hash() -> None:
     ids=["class method", "static method", "property", "in a property", "function of a list", "one function more"],
 )
 @pytest.mark.quick(3)
+@pytest.mark.sampled(2)
 def test_functions_that_compiled_code_calls(change: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """R7: methods of classes, properties, functions in a list: Python calls none of them once they are compiled."""
     WEIGHTED[:], FUNCTIONS[:] = [Weighted(1.0)], [lambda y: y * BETA]

@@ -57,6 +57,7 @@ def layouts(step: ampkit.GraphedStep) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_layouts_called_alternately(engine: Engine) -> None:
     """G10, G4: three shapes share one pool. In changing order, every call leaves eager's bits."""
 
@@ -125,6 +126,7 @@ def test_the_least_recently_used_graph_goes(engine: Engine) -> None:
     assert step.report().eager == {"warm-up": 9, "warm-up again: its graph made room for another": 6}
 
 
+@pytest.mark.slow
 def test_a_budget_below_one_graph() -> None:
     """A layout whose graph alone is over memory_budget trains eagerly, others that fit are captured."""
     step, _, _ = make(("cpu", "emulate"), memory_budget=4096)
@@ -177,6 +179,7 @@ def test_memory_budget_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_settings_that_change_back_find_their_graph(engine: Engine) -> None:
     """train(), eval() and the caller's autocast have a graph each, captured once however often they alternate."""
     step, model, _ = make(engine, policy=None)
@@ -267,6 +270,7 @@ def test_what_a_batch_held_is_not_kept() -> None:
     assert [reference() for reference in alive] == [None] * 6
 
 
+@pytest.mark.slow
 def test_warm_up_again_is_of_what_was_warm() -> None:
     """G8: after a change of settings, the warm-up of a new input is counted as its first one."""
     step, model, _ = make(("cpu", "emulate"), on_failure="eager")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import every
 from harness import ENGINES, assert_same, marked_line, training_state
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -122,7 +121,9 @@ def test_one_graph_serves_all_calls_if_no_layer_is_ever_dropped(engine: Engine) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("rate", "layers"), every(3, [(0.1, 4), (0.3, 4), (0.5, 3)]))
+@pytest.mark.parametrize(
+    ("rate", "layers"), [(0.3, 4), *(pytest.param(*case, marks=pytest.mark.seeds) for case in ((0.1, 4), (0.5, 3)))]
+)
 @pytest.mark.slow
 def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, layers: int) -> None:
     """R3: losses, state and generators are those of the eager step in each of 60 calls."""
@@ -137,7 +138,7 @@ def test_each_outcome_is_a_graph_or_an_eager_step(engine: Engine, rate: float, l
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decide", DECISIONS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_ways_to_draw_and_to_compare(engine: Engine, decide: str) -> None:
     """R3: draws of any kind and their comparisons on the CPU, as long as the host learns a truth or a whole number."""
     twins = Twins(engine, lambda: Layers(0.2, 2, DECISIONS[decide]))

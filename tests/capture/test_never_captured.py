@@ -470,7 +470,7 @@ SLOW: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("slow", SLOW)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_slow_warm_up_is_silent(slow: str) -> None:
     """R9: inputs that come back are captured in the end, so there is neither warning nor error."""
     options, inputs, calls = SLOW[slow]
@@ -681,7 +681,14 @@ def test_a_trainer_that_is_to_fail(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 10, 50], ids=["from the start", "after the capture", "after the last vote"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(0, id="from the start", marks=pytest.mark.ranks),
+        pytest.param(10, id="after the capture"),
+        pytest.param(50, id="after the last vote", marks=pytest.mark.ranks),
+    ],
+)
 def test_two_ranks_end_together(first: int) -> None:
     """R9: a number that varies on rank 1 alone raises on both ranks in the same call, and neither waits for ever."""
     options = ["--device", "cpu", "--model", "mlp", "--graph", "emulate", "--calls", "150", "--on-failure", "raise"]

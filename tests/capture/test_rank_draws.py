@@ -8,7 +8,7 @@ import rank_draws
 from harness import WARMUP_DDP
 from rank_cases import Cases, Rows, cases_of
 
-FAST = ("own", "dropped alike, fsdp", "rare layerdrop")
+FAST = ("own",)
 OTHERS = tuple(name for name in rank_draws.CASES if name not in FAST)
 on_cpu = cases_of(rank_draws.__file__, "cpu", FAST, 240)
 others_on_cpu = cases_of(rank_draws.__file__, "cpu", OTHERS, 500)

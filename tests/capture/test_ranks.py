@@ -77,6 +77,7 @@ def test_ranks_train_the_bits_of_eager(options: list[str], accumulate: int) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [OVERFLOWS], ids=["overflows"])  # a short window below has the rest
+@pytest.mark.ranks
 def test_equals_ddp_written_with_torch(options: list[str]) -> None:
     """L4: without clipping, which ampkit does in the optimizer's kernel, the bits are those of torch's DDP loop."""
     rows = launch("--graph", "emulate", "torch", *options)
@@ -99,7 +100,7 @@ WINDOWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.ranks), "overflows-short"])
 def test_windows(case: str) -> None:
     """R12: `window` makes an optimizer step one launch on each rank, with one reduction, as N calls do."""
     rows = launch("--graph", "emulate", "off", "--windows", *WINDOWS[case])
@@ -111,6 +112,7 @@ def test_windows(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_windows_of_another_size_on_one_rank() -> None:
     """R12: where one rank has a graph and the other makes its calls one by one, they communicate alike."""
     odd = [str(call) for window in (2, 10, 11, 34, 35) for call in (2 * window, 2 * window + 1)]
@@ -161,15 +163,15 @@ def test_a_job_ends(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["--busy", "2"], ["--slow-release"]],
-    ids=["under load", "while gloo waits for Python's lock"],
+    [["--slow-release"], ["--busy", "2"]],
+    ids=["while gloo waits for Python's lock", "under load"],
 )
 @pytest.mark.parametrize(
     ("jobs", "how"),
-    [("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:]), ("5", gloo_ends.HOW_SHARDED)],
-    ids=["group destroyed", "group not destroyed", "fully_shard"],
+    [("5", gloo_ends.HOW_SHARDED), ("6", gloo_ends.HOW[:3]), ("4", gloo_ends.HOW[3:])],
+    ids=["fully_shard", "group destroyed", "group not destroyed"],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
     """R10: jobs end with 0 wherever the model lives, destroyed group or not. (`gloo_ends.py --jobs 200 --busy 2`: 200.)
 
@@ -208,7 +210,7 @@ rank_script.rows_of(["early", "late"], row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forked", [False, True], ids=["processes", "forks"])
+@pytest.mark.parametrize("forked", [True, False], ids=["forks", "processes"])
 @pytest.mark.sampled(2)
 def test_where_ranks_are_late_their_stacks_are_shown(tmp_path: Path, forked: bool) -> None:
     """R10: where one waits and where the other sleeps; the case before has its rows, and a later one is not tried."""

@@ -249,7 +249,7 @@ def test_what_is_not_compiled_is_refused(made: Callable[[], nn.Module], words: s
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("policy", "copies"), [(None, 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(("policy", "copies"), [pytest.param(None, 0, marks=pytest.mark.seeds), ("bfloat16", 1)])
 @pytest.mark.slow
 def test_compiled_code_ends_where_buckets_do(monkeypatch: pytest.MonkeyPatch, policy: str | None, copies: int) -> None:
     """R11, L4: a bucket of gradients is exchanged while the rest of the backward runs; no line is blamed for that."""

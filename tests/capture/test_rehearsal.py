@@ -1,8 +1,6 @@
 """What a capture records is compared with the eager call before it; user code does not learn that it is captured."""
 
 import random
-import subprocess
-import sys
 import time
 import types
 import warnings
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic, training_state
@@ -184,6 +183,7 @@ def test_numbers_that_stay_are_no_reason(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_compiled_code_is_compared_by_its_identity(engine: Engine) -> None:
     """Nothing is compiled again for the comparison, and the compiled step is captured."""
     torch.manual_seed(0)
@@ -240,13 +240,7 @@ print("traced", any(node["name"] == "aten::addmm" for node in json.load(open(sys
 
 def alone(code: str, *argv: str) -> str:
     """Run code in a process of its own; return what it printed."""
-    run = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code, *argv],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    run = forks.run_code(code, *argv)
     assert run.returncode == 0, run.stderr[-2000:]
     return run.stdout
 

@@ -84,7 +84,7 @@ def test_the_operations_of_a_replay() -> None:
     assert cost.instructions < 2500
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_no_step_of_the_interpreter_per_parameter(accumulate: int) -> None:
     """A call on ten times as many parameters runs the same operations, functions and bytecode instructions.

@@ -66,7 +66,7 @@ def make_step(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Op
 # -------------------------------------------------------------------------------------------------- threads, one step
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("graph", ["on", "off"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_threads_on_one_step(engine: Engine, graph: str, accumulate: int) -> None:

@@ -4,7 +4,6 @@ import cProfile
 import functools
 import gc
 import math
-import subprocess
 import sys
 import warnings
 import weakref
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import forks
 import numpy
 import pytest
 import torch
@@ -238,6 +238,7 @@ def test_odd_values_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_objects_that_nothing_is_read_of(engine: Engine) -> None:
     """R7: a teacher, a loss module, a distribution and an array, each replaced by another one."""
     device, graph = engine
@@ -300,6 +301,7 @@ def weighted(model: nn.Module, x: Tensor, config: Any = Config(), *, weights: An
     return model(x).square().mean() * config.scale * weights["l1"]
 
 
+@pytest.mark.slow
 def test_arguments_that_are_bound() -> None:
     """R7: those of `functools.partial`, and those that a function has by default."""
     default = weighted.__defaults__[0]  # type: ignore[index]
@@ -321,6 +323,7 @@ def test_arguments_that_are_bound() -> None:
     assert_same(*results)
 
 
+@pytest.mark.slow
 def test_functions_that_the_garbage_collector_does_not_see() -> None:
     """Behind `gc.freeze`, variables of functions around `loss_fn`, and around what it calls, are found still."""
     world = World("cpu")
@@ -347,6 +350,7 @@ def test_functions_that_the_garbage_collector_does_not_see() -> None:
     assert step.captures == 3
 
 
+@pytest.mark.slow
 def test_a_partial_is_replaced() -> None:
     """R7: a function with other arguments."""
     results = []
@@ -425,6 +429,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_step_in_parts(engine: Engine) -> None:
     """R4: parts are captured again for what they read, and not for what the lines between them read."""
     device, graph = engine
@@ -485,6 +490,7 @@ class Average:
             kept.lerp_(param, 1 - self.decay)
 
 
+@pytest.mark.slow
 def test_after_step_reads_its_object() -> None:
     """R7: the decay of an average that is updated in `after_step`."""
     results = []
@@ -509,6 +515,7 @@ def test_after_step_reads_its_object() -> None:
     assert step.captures == 2
 
 
+@pytest.mark.slow
 def test_what_was_replaced_is_freed() -> None:
     """Earlier settings are remembered, and keep no tensor alive; behind `close` nothing is."""
     world = World("cpu")
@@ -593,8 +600,8 @@ def test_code_of_a_command() -> None:
             "print(step.captures)",
         ]
     )
-    ran = subprocess.run([sys.executable, "-Wignore", "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "2\n"
+    ran = forks.run_code(f"import warnings; warnings.simplefilter('ignore')\n{code}")
+    assert ran.stdout == "2\n", ran.stderr
 
 
 def test_under_another_profiler() -> None:

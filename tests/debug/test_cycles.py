@@ -359,6 +359,7 @@ def test_hostile_objects():
     assert cycle.loop == "Hostile.held -> dict key -> Hostile"
 
 
+@pytest.mark.slow
 def test_a_long_chain():
     """A chain of twenty thousand lists neither recurses nor takes long."""
 

@@ -69,6 +69,7 @@ def case(name, optimizer="sgd"):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.quick(3)
+@pytest.mark.sampled(2)
 def test_equals_the_recorded_step(name, optimizer):
     """P2: on a CPU, the forecast is what the same step takes when it is recorded, category by category, at its peak.
 
@@ -191,6 +192,7 @@ def test_against_pools_of_graphs(name, pool_of):
 
 
 @cuda_build
+@pytest.mark.slow
 def test_leaves_everything_alone():
     """P2: model, optimizer and batch are as before, and may be on meta: no memory is needed."""
     model, optimizer, x = case("transformer")
@@ -225,6 +227,7 @@ def test_categories_on_cuda():
 
 
 @cuda_build
+@pytest.mark.slow
 def test_policies_side_by_side():
     """P2: float16 halves what is kept for backward; parameters in float16 halve the rest."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))

@@ -9,7 +9,6 @@ import fsdp_memory
 import pytest
 import torch
 import torch.distributed as dist
-from families import every
 from rank_cases import Cases, cases_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +103,7 @@ def sorted_frees(found: list[Any]) -> list[Any]:
     return [event for free, group in groups for event in (sorted(group, key=str) if free else group)]
 
 
-FAST = ("float32", "bfloat16, not resharded", "sgd", "adamw by default", "odd", "checkpoints", "transformer", "copies")
+FAST = ("float32", "bfloat16, not resharded", "odd", "transformer", "copies")
 
 
 @pytest.mark.slow
@@ -118,6 +117,7 @@ def test_equals_the_first_of_two_ranks(on_cpu: Cases, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", fsdp_memory.FOUR_RANKS)
+@pytest.mark.ranks
 def test_equals_the_first_of_four_ranks(four_on_cpu: Cases, name: str) -> None:
     """P2: parameters that are resharded to fewer ranks, and two copies of a split model."""
     check(name, four_on_cpu[name][0], 4)
@@ -144,7 +144,8 @@ def check(name: str, row: dict[str, Any], ranks: int) -> None:
 
 
 @cuda_build
-@pytest.mark.parametrize("name", every(5, [*fsdp_memory.CASES, *fsdp_memory.FOUR_RANKS]))
+@pytest.mark.parametrize("name", [*fsdp_memory.CASES, *fsdp_memory.FOUR_RANKS])
+@pytest.mark.sampled(5)
 def test_on_cuda_without_a_device(name: str) -> None:
     """P2: the forecast for CUDA is that for the CPU, which gloo confirms, in whole blocks and with workspaces."""
     ranks = 4 if name in fsdp_memory.FOUR_RANKS else 2
@@ -185,7 +186,9 @@ def of_ranks(ranks: int, device: str = "cpu", **options: Any) -> debug.MemoryPro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda_build)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.seeds), pytest.param("cuda", marks=cuda_build)]
+)
 def test_categories(device: str) -> None:
     """P2: an n-th of parameters, gradients and optimizer state for n ranks; what is gathered is temporary."""
     whole = 8 * 512 * 512 * 4
@@ -200,6 +203,7 @@ def test_categories(device: str) -> None:
     assert max(kept.series["parameter"]) == max(freed.series["parameter"])
 
 
+@pytest.mark.slow
 def test_leaves_everything_alone() -> None:
     """P2: nothing is changed, and the process is as before: no process group, no stand-ins, no hooks."""
     model, x = fsdp_memory.parts(fsdp_memory.CASES["float32"])

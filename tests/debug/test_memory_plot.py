@@ -78,6 +78,7 @@ def figure(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_picture_file(tmp_path):
     """P1: a PNG, higher for two profiles than for one."""
     plot_memory(make_profile(), path=tmp_path / "one.png")

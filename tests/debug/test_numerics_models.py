@@ -99,7 +99,7 @@ def train(model: nn.Module, graph: str, watched: bool, policy: str | None = "flo
     return {name: param.detach().clone() for name, param in model.named_parameters()}, watch
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.*there are nested tensors, and torch cannot record:ampkit.CaptureWarning")
 @pytest.mark.parametrize("graph", ["emulate", "off"])
@@ -134,6 +134,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_checkpointing_keeps_nothing(engine: Engine) -> None:
     """A9: behind an observed step no module is held open, with the graph of what was recomputed."""
     device, graph = engine

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 
@@ -76,8 +77,7 @@ def failed(unchecked: list[str]) -> list[str]:
 
 
 def cli(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ampkit", "doctor", *argv]
-    return subprocess.run(command, cwd=ROOT / "tests" / "support", capture_output=True, text=True, check=False)
+    return forks.run_ampkit("doctor", *argv, cwd=ROOT / "tests" / "support")
 
 
 # -------------------------------------------------------------------------------------------------------- whole scripts
@@ -825,6 +825,7 @@ def test_gain(script, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", ["(x, y)", "{'x': x, 'y': y}"])
+@pytest.mark.slow
 def test_memory(script, batch):
     """The forecast for CUDA before and after the policy, of batches in any form."""
     if not torch.backends.cuda.is_built():

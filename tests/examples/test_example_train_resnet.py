@@ -26,12 +26,12 @@ SCRIPT = ROOT / "examples" / "train_resnet.py"
 PATHS = [str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(PATHS), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 MODULES = ("torchvision", "sklearn.datasets", "matplotlib.pyplot")  # that the script imports
-IMAGES = 128  # for training, of `example`: two steps an epoch
+IMAGES, BATCH = 32, 16  # for training, of `example`: two steps an epoch
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the script as a module, its digits cut to few for training and 64 for testing, and clean up behind it."""
+    """Return the script as a module, its digits cut to few for training and 32 for testing, and clean up behind it."""
     spec = importlib.util.spec_from_file_location("train_resnet", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +41,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     def few_digits(path: Path) -> Any:
         data = all_digits(path)
-        return data._replace(train=Subset(data.train, range(IMAGES)), test=Subset(data.test, range(64)))
+        return data._replace(train=Subset(data.train, range(IMAGES)), test=Subset(data.test, range(32)))
 
     monkeypatch.setattr(module, "digits", few_digits)
     benchmark = torch.backends.cudnn.benchmark
@@ -57,7 +57,8 @@ def train(
 
     def run(*options: str, output: str = "run") -> tuple[dict[str, Any], list[str]]:
         capsys.readouterr()
-        example.main(["--device", "cpu", "--epochs", "1", "--output-dir", str(tmp_path / output), *options])
+        common = ["--device", "cpu", "--epochs", "1", "-b", str(BATCH)]
+        example.main([*common, "--output-dir", str(tmp_path / output), *options])
         lines = capsys.readouterr().out.splitlines()
         return json.loads(lines[-1]), lines
 
@@ -88,9 +89,9 @@ def test_last_line_is_the_summary_file(train: Any, tmp_path: Path) -> None:
     summary, lines = train("--epochs", "2")
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert lines[0].startswith("epoch 1/2: loss ")
-    assert summary["accuracy"] == round(summary["accuracy"] * 64) / 64
+    assert summary["accuracy"] == round(summary["accuracy"] * 32) / 32
     assert summary["graph"]["replays"] == 0
-    assert sum(summary["graph"]["eager"].values()) == 2 * (IMAGES // 64)
+    assert sum(summary["graph"]["eager"].values()) == 2 * (IMAGES // BATCH)
     assert summary["images_per_second"] > 0
     assert summary["skipped_steps"] == 0
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
@@ -105,7 +106,7 @@ def test_the_progress_bar_shows_images_per_second(
     shown: list[str] = []
     monkeypatch.setattr(example.tqdm, "set_postfix_str", lambda bar, text: shown.append(text))
     train("--print-freq", "1")
-    assert len(shown) == IMAGES // 64
+    assert len(shown) == IMAGES // BATCH
     assert all(re.search(r"loss [\d.]+, accuracy .*, [1-9]\d* images/s$", text) for text in shown)
 
 
@@ -148,7 +149,7 @@ def test_resume_is_bitwise(train: Any, train_in_two_parts: Any, options: list[st
     options = ["--epochs", "3", *options]
     whole, _ = train(*options)
     parts = train_in_two_parts(*options)
-    assert sum(parts["graph"]["eager"].values()) == 2 * (IMAGES // 64)  # the first epoch was not run again
+    assert sum(parts["graph"]["eager"].values()) == 2 * (IMAGES // BATCH)  # the first epoch was not run again
     assert parts["weights_sha256"] == whole["weights_sha256"]
     checkpoints = [torch.load(summary["checkpoint"], weights_only=True) for summary in (whole, parts)]
     for name in ("scaler", "scheduler"):
@@ -175,6 +176,7 @@ def test_resume_brings_random_augmentation_back(train: Any, train_in_two_parts: 
     assert train_in_two_parts(*options)["weights_sha256"] == train(*options)[0]["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_seed_decides_the_weights(train: Any) -> None:
     """Two runs of one seed end with the same bits; another seed ends with others."""
     checksums = [train("--seed", seed)[0]["weights_sha256"] for seed in ("0", "0", "1")]
@@ -252,7 +254,7 @@ def test_batch_larger_than_the_data_is_explained(train: Any) -> None:
 @pytest.mark.slow
 def test_a_batch_larger_than_the_share_of_a_process_is_explained(tmp_path: Path) -> None:
     """Under torchrun each process has a part of the images, which is what the message counts."""
-    why = "--batch-size 1000: there are only 128 training images in each process."
+    why = "--batch-size 1000: there are only 32 training images in each process."
     with pytest.raises(ddp_train.JobError, match=why):
         in_two_processes("-b", "1000", output=tmp_path / "run", graph="off")
 
@@ -267,12 +269,14 @@ def test_small_images_get_the_cifar_stem(example: ModuleType, image_size: int, s
     assert model.fc.out_features == 7
 
 
+@pytest.mark.slow
 def test_policy_with_low_precision_parameters(train: Any) -> None:
     """bf16-true trains too: weights and images are cast, without autocast."""
     summary, _ = train("--policy", "bf16-true", "--opt", "adamw")
     assert summary["policy"] == "params=bfloat16,compute=bfloat16,output=bfloat16"
 
 
+@pytest.mark.slow
 def test_compiled_model_keeps_its_names(train: Any, tmp_path: Path) -> None:
     """--torchcompile trains the same weights (with a backend that changes no arithmetic) under the same names."""
     plain, _ = train("--policy", "float32", output="plain")
@@ -343,7 +347,7 @@ train_resnet.save_checkpoint = save_and_stop
 
 
 def in_two_processes(*options: str, output: Path, graph: str, forked: bool = True) -> dict[str, Any]:
-    """Run two epochs on the CPU, on 256 training digits of random brightness and 65 test digits.
+    """Run two epochs on the CPU, on 64 training digits of random brightness and 17 test digits.
 
     The processes are forks of one that has imported torch, with the environment of torchrun, or torchrun starts them.
 
@@ -359,7 +363,7 @@ class Brightened(Subset):
         return [(image + torch.randn(()), label) for image, label in super().__getitems__(indices)]
 def few_digits(path):
     data = digits(path)
-    return data._replace(train=Brightened(data.train, range(256)), test=Subset(data.test, range(65)))  # 3 batches and 2
+    return data._replace(train=Brightened(data.train, range(64)), test=Subset(data.test, range(17)))  # 3 batches and 2
 def save_and_keep(args, training, history):
     save(args, training, history)
     if len(history) == 1 and args.rank == 0:
@@ -368,7 +372,7 @@ train_resnet.digits = few_digits
 train_resnet.ampkit.graphed_step = lambda *args, **kwargs: graphed_step(*args, **kwargs | {{"graph": "{graph}"}})
 train_resnet.save_checkpoint = save_and_keep
 """
-    options = ("--device", "cpu", "-j", "0", "-b", "16", "--epochs", "2", *options)
+    options = ("--device", "cpu", "-j", "0", "-b", "4", "--epochs", "2", *options)
     if not forked:
         return summary_of(run_script(*options, output=output, before=before, processes=2))
     script, options = written(output, before), ("--json", "--output-dir", str(output), *options)
@@ -384,14 +388,14 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
     a graph and by as many processes, has the bits of both without; one process goes on from it too."""
     whole = in_two_processes(output=tmp_path / "whole", graph="off", forked=False)
     assert whole["processes"] == 2
-    assert sum(whole["graph"]["eager"].values()) == 2 * (256 // (2 * 16))
+    assert sum(whole["graph"]["eager"].values()) == 2 * (64 // (2 * 4))
     end, first = (torch.load(tmp_path / "whole" / name, weights_only=True) for name in ("checkpoint.pth", "first.pth"))
     assert str(tmp_path / "whole" / "checkpoint.pth") == whole["checkpoint"]
 
     model = example.ResNet8(10)
     model.load_state_dict(end["model"])
     assert example.weights_sha256(model) == whole["weights_sha256"]
-    images, labels = example.digits(tmp_path).test.dataset[:65]
+    images, labels = example.digits(tmp_path).test.dataset[:17]
     with torch.inference_mode():
         logits = model.eval()(images)
     assert whole["accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
@@ -405,10 +409,10 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
     for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
         checkpoint = torch.load(resumed["checkpoint"], weights_only=True)
         assert checkpoint["history"][1][name] == end["history"][1][name]
-    alone, _ = train("-b", "32", "-j", "0", "--epochs", "2", *resume)
+    alone, _ = train("-b", "8", "-j", "0", "--epochs", "2", *resume)
     assert alone["epochs"] == 2
     with pytest.raises(SystemExit, match=r"that run had --processes 2 \(now 1\)\. Pass the same"):
-        train("-b", "16", "-j", "0", "--epochs", "2", *resume)
+        train("-b", "4", "-j", "0", "--epochs", "2", *resume)
 
 
 @pytest.mark.slow
@@ -420,22 +424,23 @@ def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
     resume = ["--opt", "adamw", "--resume", str(tmp_path / "whole" / "first.pth")]
     resumed = in_two_processes(*shards, *resume, output=tmp_path / "resumed", graph="emulate")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    assert resumed["graph"]["replays"] == 256 // (2 * 16) - 3
+    assert resumed["graph"]["replays"] == 64 // (2 * 4) - 3
     end, again = (torch.load(summary["checkpoint"], weights_only=True)["history"] for summary in (whole, resumed))
     for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
         assert again[1][name] == end[1][name]
     copies = in_two_processes(*resume, output=tmp_path / "copies", graph="emulate")
-    alone, _ = train("-b", "32", "-j", "0", "--epochs", "2", *resume)
+    alone, _ = train("-b", "8", "-j", "0", "--epochs", "2", *resume)
     assert (copies["epochs"], alone["epochs"]) == (2, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_torchrun_with_shards_of_bfloat16_parameters(tmp_path: Path) -> None:
     """R12: one process has fewer test batches than the other, and repeats its last one in the parameters' dtype."""
     summary = in_two_processes("--strategy", "fsdp", "--policy", "bf16-true", output=tmp_path / "run", graph="emulate")
-    assert (summary["epochs"], summary["graph"]["replays"]) == (2, 2 * (256 // (2 * 16)) - 3)
+    assert (summary["epochs"], summary["graph"]["replays"]) == (2, 2 * (64 // (2 * 4)) - 3)
     assert (summary["processes"], summary["strategy"], summary["optimizer"]) == (2, "fsdp", "adamw")
-    assert round(summary["accuracy"] * 65) == pytest.approx(summary["accuracy"] * 65)  # of 65 images
+    assert round(summary["accuracy"] * 17) == pytest.approx(summary["accuracy"] * 17)  # of 17 images
 
 
 @pytest.mark.parametrize(

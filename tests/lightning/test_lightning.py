@@ -67,7 +67,7 @@ QUICK = [
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_equals_lightning(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: float | None, interval: str
 ) -> None:
@@ -194,8 +194,12 @@ def test_resume(engine: Engine, tmp_path: Path, kind: str) -> None:
     make = lambda: Net(fused if device == "cuda" else adamw, halving, "step", dropout=0.0)  # noqa: E731
     options: dict[str, Any] = {"make": make, "kind": kind, "max_epochs": 4, "logger": False}
     whole = fit(tmp_path / "whole", device, None, data=Batches(loader(device)), **options)
-    for first, second in ((graph, None), (None, graph), (graph, graph)):
-        for stop in ("epoch", "step"):
+    for (first, second), stops in {
+        (graph, None): ("step",),
+        (None, graph): ("epoch",),
+        (graph, graph): ("epoch", "step"),
+    }.items():
+        for stop in stops:
             folder = tmp_path / f"{first}-{second}-{stop}"
             until: dict[str, Any] = {"max_epochs": 2} if stop == "epoch" else {"max_steps": 15, "max_epochs": 4}
             middle = ModelCheckpoint(folder / "middle", every_n_train_steps=15, save_top_k=-1)
@@ -387,6 +391,7 @@ def test_batch_size_finder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_verify(engine: Engine, tmp_path: Path) -> None:
     """verify compares replays with eager steps, which takes two steps' time and changes nothing."""
     device, graph = engine
@@ -520,7 +525,7 @@ LEFT_TO_LIGHTNING = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("make", "options", "message"), every(3, LEFT_TO_LIGHTNING), ids=[case[2][:30] for case in LEFT_TO_LIGHTNING]
 )
@@ -542,6 +547,7 @@ def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], m
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, torch.amp.grad_scaler.GradScaler, Renamed, Bounded])
+@pytest.mark.sampled(2)
 def test_scalers_that_ampkit_replaces(tmp_path: Path, kind: type[torch.amp.GradScaler]) -> None:
     """L1: one that does what torch's does, by whatever name, and any other one if the callback has been given one."""
     options = {"scaler": ampkit.GradScaler("cpu", init_scale=64.0)} if kind is Bounded else {}
@@ -558,7 +564,7 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 # With a loss scale, this optimizer can only be skipped by the host, as without ampkit.
 @pytest.mark.filterwarnings("ignore:.*Adafactor keeps its step count on the host:ampkit.AmpkitWarning")
 @pytest.mark.parametrize(
@@ -731,7 +737,7 @@ STEPPED_EAGERLY = [
     STEPPED_EAGERLY,
     ids=[str(i) + case[3][:25] for i, case in enumerate(STEPPED_EAGERLY)],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_stepped_eagerly(tmp_path: Path, make: Any, data: Any, options: dict[str, Any], message: str) -> None:
     """What a graph would freeze or leave out is noticed in the warm-up, and said once; the steps are Lightning's."""
     batches = None if data is None else data("cpu")
@@ -806,11 +812,11 @@ class WeightedByConfig(Net):
     ("make", "says"),
     [
         (Weighted, r"the attribute model\.weight changed from 1\.0 to 0\.5"),
-        pytest.param(WeightedByHparams, "", marks=pytest.mark.slow),
+        pytest.param(WeightedByHparams, "", marks=pytest.mark.seeds),
         pytest.param(
             WeightedByConfig,
             r"the attribute model\.config\.loss\.weight changed from 1\.0 to 0\.5",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.seeds,
         ),
     ],
 )
@@ -1012,6 +1018,7 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_two_processes_verify_together() -> None:
     """L4: both ranks compare the same replays with eager steps, and go on with the bits of Lightning alone."""
     plain = lightning_ddp.launch("--graph", "none")

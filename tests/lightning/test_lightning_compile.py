@@ -35,9 +35,10 @@ class UsesIndex(Net):
 @quiet
 @allow_inductor_warnings
 @pytest.mark.parametrize(
-    ("kind", "accumulate"), [("bf16-mixed", 1), pytest.param("16-mixed", 3, marks=pytest.mark.slow)]
+    ("kind", "accumulate"), [("bf16-mixed", 1), pytest.param("16-mixed", 3, marks=pytest.mark.seeds)]
 )
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_graph_has_the_bits_of_the_same_compiled_step(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int
 ) -> None:

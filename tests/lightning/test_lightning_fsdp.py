@@ -48,7 +48,7 @@ def test_ranks_train_the_bits_of_lightning(on_cpu: Cases, case: str) -> None:
     check(case, on_cpu[case])
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", ["resume", pytest.param("resume whole by Lightning", marks=pytest.mark.ranks)])
 def test_checkpoints_go_both_ways(resumed_on_cpu: Cases, case: str) -> None:
     """R12: one with a file for each rank, or one file with whole tensors, written and read with and without ampkit."""
     check(case, resumed_on_cpu[case])

@@ -75,7 +75,7 @@ SETTINGS = [("32-true", 1), ("bf16-mixed", 3), ("16-mixed", 1)]
 
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
 @pytest.mark.parametrize(("make", "name"), [(case[0], case[2]) for case in USERS], ids=[case[2] for case in USERS])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.quick(2)
 def test_a_hook_that_uses_gradients_gets_them(tmp_path: Path, make: Any, name: str, kind: str, accumulate: int) -> None:
     """Item 6: from the first step on, bit by bit those of Lightning without ampkit. One warning names hook and line."""
@@ -113,7 +113,7 @@ class MeasuresBehind(Callback):
     ids=["late", "behind the step"],
 )
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 def test_a_gradient_that_is_not_there(
     tmp_path: Path, make: Any, callbacks: Any, steps: int, message: str, kind: str, accumulate: int
@@ -183,7 +183,7 @@ def test_what_uses_no_gradients_is_captured(tmp_path: Path) -> None:
     assert_same_runs(fit(tmp_path / "plain", "cpu", None, make=Averages, callbacks=[TrainsAProbe()]), ours)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "accumulate"), [(kind, n) for kind in ("32-true", "16-mixed") for n in (1, 3)])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class Reads(Net):
     [("32-true", 1, None, "step"), ("bf16-mixed", 3, 0.1, "epoch"), ("16-mixed", 1, 0.1, "epoch")],
 )
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_equals_lightning(
     engine: Engine, tmp_path: Path, kind: str, accumulate: int, clip: float | None, interval: str
 ) -> None:
@@ -105,11 +106,10 @@ class Logs(Reads):
 def report_of(engine: Engine, tmp_path: Path, kind: type[Net]) -> ampkit.Report:
     """Train a module by Lightning alone and in parts, assert that the two runs are the same, and return the report."""
     device, graph = engine
-    make = fused if device == "cuda" else adamw
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.CaptureWarning)
         runs = [
-            fit(tmp_path / str(way), device, way, make=lambda: kind(make), options={"on_failure": "parts"})
+            fit(tmp_path / str(way), device, way, make=lambda: kind(fused), options={"on_failure": "parts"})
             for way in (None, graph)
         ]
     assert_same_runs(*runs)
@@ -118,6 +118,7 @@ def report_of(engine: Engine, tmp_path: Path, kind: type[Net]) -> ampkit.Report:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_module_itself_is_not_captured(engine: Engine, tmp_path: Path) -> None:
     """L1, R4: its forward may call self.log, which a replay would leave out."""
     report = report_of(engine, tmp_path, Logs)
@@ -138,6 +139,7 @@ class Weighted(Reads):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_number_that_changes_in_each_epoch(engine: Engine, tmp_path: Path) -> None:
     """L1, R4: each value has a warm-up and captured modules of its own, as it has a graph of its own otherwise."""
     report = report_of(engine, tmp_path, Weighted)

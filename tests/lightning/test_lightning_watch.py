@@ -22,7 +22,9 @@ def column(run: Run, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
-@pytest.mark.parametrize(("kind", "accumulate"), [("32-true", 1), ("16-mixed", 3)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), [("32-true", 1), pytest.param("16-mixed", 3, marks=[pytest.mark.slow, pytest.mark.seeds])]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_bit_changes(engine: Engine, tmp_path: Path, kind: str, accumulate: int) -> None:
     """L1, P1: measuring numbers and recording memory leave everything that a fit makes as it is."""

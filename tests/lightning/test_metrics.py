@@ -77,6 +77,7 @@ def test_metrics_without_a_loss_scale() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("accumulate", "how"), [(1, "scan"), (2, "scan"), (20, "window")])
+@pytest.mark.slow
 def test_calls_of_scan_and_window_count(accumulate: int, how: str) -> None:
     """Each slice is a call: the share counts those that a launch of many calls has done."""
     step = scaled_step("cpu", "emulate", max_norm=1.0, accumulate=accumulate)

@@ -145,17 +145,16 @@ KINDS: dict[type[Reads], str] = {
 def runs_of(engine: Engine, folder: Path, kind: Callable[[Any], pl.LightningModule], **options: Any) -> list[Run]:
     """Train by Lightning alone and with ampkit, and assert that the two are the same."""
     device, graph = engine
-    make = fused if device == "cuda" else adamw
     ways: list[str | None] = [None, graph]
     found = [
-        fit(folder / str(way), device, way, make=lambda: kind(make), options={"on_failure": "parts"}, **options)
+        fit(folder / str(way), device, way, make=lambda: kind(fused), options={"on_failure": "parts"}, **options)
         for way in ways
     ]
     assert_same_runs(*found)
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", few([1, 3], (1,)))

@@ -98,7 +98,7 @@ def _kept(leaf: Any) -> Any:
 def with_outputs(folder: Path, device: str, way: str | None, **options: Any) -> tuple[Run, list[Any]]:
     """Fit with a module that validates; return the run, and what its validation steps returned."""
     outputs = Outputs()
-    own = {"make": lambda: Validated(fused if device == "cuda" else adamw), "max_epochs": EPOCHS, **options}
+    own = {"make": lambda: Validated(fused), "max_epochs": EPOCHS, **options}
     own["callbacks"] = [outputs, *own.get("callbacks", [])]
     return fit(folder, device, way, **own), outputs.kept
 
@@ -121,8 +121,15 @@ def assert_same_evaluations(folder: Path, device: str, graph: str, **options: An
 # ------------------------------------------------------------------------------------------------ the same as Lightning
 
 
-@pytest.mark.parametrize("kind", every(3, KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "32-true",
+        *(pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.seeds]) for kind in KINDS if kind != "32-true"),
+    ],
+)
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_validation_within_a_fit(engine: Engine, tmp_path: Path, kind: str) -> None:
     """L1, L3: outputs, logged metrics of steps and epochs, weights and checkpoints, with two layouts and sanity checks.
 
@@ -213,9 +220,7 @@ class TwoLoaders(Validated):
 def test_several_dataloaders(engine: Engine, tmp_path: Path) -> None:
     """L3: each dataloader has graphs of its own, and metrics under its own index."""
     device, graph = engine
-    run = assert_same_evaluations(
-        tmp_path, device, graph, make=lambda: TwoLoaders(fused if device == "cuda" else adamw)
-    )
+    run = assert_same_evaluations(tmp_path, device, graph, make=lambda: TwoLoaders(fused))
     report = run.callback.report("validation_step")
     assert report.captures == 2
     assert report.replays == 9 - 4 + 6 - 4
@@ -278,7 +283,7 @@ def test_random_numbers_buffers_and_numbers(engine: Engine, tmp_path: Path) -> N
     """G5, L1: a replay draws what an eager step draws, so training goes on with the same bits; a buffer counts on."""
     device, graph = engine
     with pytest.warns(ampkit.CaptureWarning, match=r"validation_step: the attribute model\.weight changed"):
-        run = assert_same_evaluations(tmp_path, device, graph, make=lambda: Draws(fused if device == "cuda" else adamw))
+        run = assert_same_evaluations(tmp_path, device, graph, make=lambda: Draws(fused))
     assert run.module.seen == 18
     report = run.callback.report("validation_step")
     assert (report.captures, report.replays) == (3, 8)  # one for each epoch, whose number the step reads
@@ -535,7 +540,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), every(3, REFUSED), ids=[case[2][:40] for case in REFUSED])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 def test_left_to_lightning(tmp_path: Path, make: Any, options: dict[str, Any], message: str) -> None:
     """L3: what a replay would leave out or freeze is found in the warm-up, and said once; Lightning validates."""

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import gpu_code
 import pytest
 import torch
-from families import few
 from harness import allow_inductor_warnings
 from torch import Tensor
 from torch.optim import SGD, AdamW
@@ -42,8 +41,9 @@ def kernels_of_update(monkeypatch: pytest.MonkeyPatch, like: Iterable[Tensor], *
 
 
 @allow_inductor_warnings
-@pytest.mark.parametrize("compile", few(["default", "max"], ("default",)))
-@pytest.mark.parametrize("optimizer", few(["SGD", "AdamW"], ("SGD",)))
+@pytest.mark.parametrize("compile", ["default", pytest.param("max", marks=pytest.mark.seeds)])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.slow
 def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor writes code for them: in torch 2.11 it fails with SGD where it may reorder loops."""
     shapes = [(64, 3, 3, 3), (64,), (512, 256, 3, 3), (512,), (512, 512, 3, 3), (512,), (512, 256, 1, 1), (512,)]
@@ -55,6 +55,7 @@ def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch
 @allow_inductor_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18-cifar", "vit_b_16"])
+@pytest.mark.seeds
 def test_models_of_the_bench(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update has fewer kernels than the model has parameters."""
     case = CASES[name](1, seed=0, count=1)

@@ -72,7 +72,7 @@ def trajectory(engine: tuple[str, str], name: str, form: str, scaled: bool) -> t
         for scaled in (False, True)
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_every_optimizer_in_every_form(engine: tuple[str, str], name: str, form: str, scaled: bool) -> None:
     """S1, G5, G7: captured or not, each step has the bits of the eager step and uses the present learning rate."""
     cls = getattr(torch.optim, name)

@@ -269,6 +269,7 @@ def trained(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*UNDONE, *REFUSED])
 @pytest.mark.parametrize("bad_at", [(0,), (1, 2), (0, 3, 7), (4, 5, 6)])
+@pytest.mark.sampled(2)
 def test_a_skipped_step_leaves_every_bit(device: str, name: str, bad_at: tuple[int, ...]) -> None:
     """S1: after an overflow every tensor has the bits from before, and later steps are as without that step."""
     make = UNDONE[name] if name in UNDONE else functools.partial(REFUSED[name][0], lr=0.1, momentum=0.9)

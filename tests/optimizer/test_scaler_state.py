@@ -204,7 +204,7 @@ def survives(scaler: ampkit.GradScaler) -> None:
     torch.amp.GradScaler("cpu").load_state_dict(scaler.state_dict())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.sampled_from([*KEYS, *OWN]), ANYTHING, max_size=4), st.sets(st.sampled_from(KEYS), max_size=1)
 )

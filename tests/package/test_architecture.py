@@ -240,6 +240,7 @@ def test_file(file):
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.slow
 def test_names_in_tests(path):
     """What a text in a test names of ampkit, such as what it replaces, is there: a file, or a module with that name."""
     for node in words(ast.parse(path.read_text())):

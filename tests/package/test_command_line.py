@@ -1,10 +1,10 @@
 """python -m ampkit: exit codes, what goes to which stream, mistakes in one line, Ctrl-C, and `env` for bug reports."""
 
+import functools
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import torch
 
@@ -128,7 +129,6 @@ import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 runpy.run_module("ampkit", run_name="__main__", alter_sys=True)
 """
-RUN = [sys.executable, "-c", CODE]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -234,6 +234,7 @@ def test_json_to_standard_output_alone(argv: list[str], folder: Path, capfd: pyt
         assert "printed by the module\n" in printed.err
 
 
+@pytest.mark.slow
 def test_a_difference_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`ops --diff --json -`: the table is JSON on standard output, and the difference is text on standard error."""
     table = ampkit.op_table("cpu")
@@ -272,14 +273,9 @@ def test_a_file_is_where_it_was_looked_for(folder: Path) -> None:
 @pytest.mark.slow
 def test_no_reader() -> None:
     """`python -m ampkit ops | head`: neither a traceback nor a word, and the exit code that shells give."""
-    command = [sys.executable, "-m", "ampkit", "ops", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    said = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(120), said) == (141, "")
+    closed = "import os; reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); os.close(writer)"
+    done = forks.run_code(closed + CODE, "ops", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
@@ -406,8 +402,11 @@ def test_a_defect_of_ampkit(folder: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.slow
-def test_trouble_is_no_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trouble_is_no_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`ops --diff` as diff(1): 0 for the same rules, 1 for others, 2 where they cannot be compared."""
+    monkeypatch.setattr("ampkit.__main__.op_table", functools.cache(ampkit.op_table))
     ops = ["ops", "--device", "cpu", "--diff"]
     table = ampkit.op_table("cpu")
     (folder / "same.json").write_text(table.to_json())
@@ -451,21 +450,22 @@ def test_a_bench_in_which_some_failed(
 def interrupted(argv: list[str], folder: Path, ready: Callable[[], bool]) -> tuple[int, str, str]:
     """Send SIGINT to a command that is at work, and return its exit code and what it printed; no child is left."""
     (folder / "mine.py").write_text(MODULE)
-    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-        process = subprocess.Popen(
-            [*RUN, *argv], cwd=folder, stdout=out, stderr=err, env=ENVIRONMENT, start_new_session=True
-        )
-        try:
-            until(lambda: ready() or process.poll() is not None)
-            assert process.poll() is None, (folder / "stderr").read_text()
-            process.send_signal(signal.SIGINT)
-            code = process.wait(60)
-            until(lambda: not group_lives(process.pid))
-        finally:
-            if group_lives(process.pid):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
-    return code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
+    script = folder / "run.py"
+    script.write_text(f"import os\nos.setsid()\nos.chdir({str(folder)!r})\n{CODE}")
+    out, err = folder / "stdout", folder / "stderr"
+    process = forks.Fork(forks.Script([str(script), *argv], ENVIRONMENT, str(out), str(err)))
+    try:
+        until(lambda: ready() or process.poll() is not None)
+        assert process.poll() is None, err.read_text()
+        process.send_signal(signal.SIGINT)
+        until(lambda: process.poll() is not None)
+        until(lambda: not group_lives(process.pid))
+    finally:
+        if group_lives(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    assert process.returncode is not None
+    return process.returncode, out.read_text(), err.read_text()
 
 
 def until(reached: Callable[[], bool], seconds: float = 120) -> None:

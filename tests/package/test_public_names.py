@@ -60,6 +60,7 @@ print(*{*sys.modules} - before)
 """
 
 
+@pytest.mark.slow
 def test_what_an_import_brings_along():
     """All that it adds to torch is ampkit without debug, commands and Lightning, one module of torch, and Python's.
 

@@ -27,6 +27,7 @@ def named() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.slow
 def test_each_row_has_a_test(row: str) -> None:
     """So that `grep -rn '"R8' tests` finds the tests of a row, as tests/README.md says."""
     assert [test for code, test in named() if code == row]

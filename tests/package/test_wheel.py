@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -44,8 +45,7 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "ampkit")]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    ZipFile(wheel).extractall(tmp_path / "ampkit")
     link_torch(tmp_path / "torch")
     loop = FIRST_BLOCK.findall((ROOT / "README.md").read_text())[0]
     script = tmp_path / "loop.py"

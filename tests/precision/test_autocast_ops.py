@@ -196,6 +196,7 @@ def test_what_is_not_exercised_still_cannot_be(device):
 
 
 @pytest.mark.parametrize("op", FAKE_OPS)
+@pytest.mark.quick(3)
 def test_dtypes_on_fake_cuda_tensors(op):
     """A1, A2, A3: the dtypes of CUDA's rules, without a GPU."""
     rule = RULE["cuda"][op]

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 
+import forks
 import pytest
 import torch
 from harness import DEVICES, Compiled, Net, onednn_computes_in
@@ -121,7 +120,7 @@ def seen(rows):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_rows_are_what_runs(name, policy, training, device_type):
     """Module path, operation and dtypes equal, in order, those that a recorder sees on the real device."""
     model, inputs, kwargs = MODELS[name]()
@@ -141,6 +140,7 @@ def test_rows_are_what_runs(name, policy, training, device_type):
 
 @pytest.mark.parametrize("name", ["net", "mixed", "encoder", pytest.param("resnet50", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize("policy", ["bfloat16", "float32"])
+@pytest.mark.quick(3)
 def test_bytes_kept_are_those_that_autograd_saves(name, policy):
     """Counted over the storages that the model's own graph keeps on the CPU; rows add up to the total."""
     model, inputs, kwargs = MODELS[name]()
@@ -179,9 +179,10 @@ EXPECTED = {  # of a ResNet-50 and of an encoder under float16 on CUDA: inputs b
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ["resnet50", "encoder", "vit"])
+@pytest.mark.slow
 def test_cuda_without_gpu(name, training):
     """Dtypes for CUDA, on any machine, with full-size inputs, from a model on meta."""
     shapes = {"resnet50": (64, 3, 224, 224), "encoder": (64, 512, 64), "vit": (512, 3, 32, 32)}
@@ -389,8 +390,9 @@ def test_wrong_argument(kwargs):
         ampkit.explain(nn.Linear(4, 4), torch.randn(2, 4), **kwargs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("columns", [72, 80, 100, 160])
+@pytest.mark.slow
 def test_table_fits_the_terminal(columns, monkeypatch):
     """No line is wider; repeated blocks are one row; what is hidden is said; all=True hides nothing."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -466,12 +468,8 @@ def folder(tmp_path):
 @pytest.mark.slow
 def test_command(folder):
     """It prints the table and writes the JSON of what the named function, of a module in this folder, returns."""
-    command = [sys.executable, "-W", "error", "-m", "ampkit", "explain", "made:both"]
     options = ["--policy", "bfloat16", "--json", "out.json", "--all"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*command, *options], cwd=folder, capture_output=True, text=True, check=False, env=environment
-    )
+    done = forks.run_ampkit("explain", "made:both", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "addmm" in done.stdout
     assert done.stdout.startswith("params=float32,compute=bfloat16,output=float32 on cuda")

@@ -444,7 +444,9 @@ def test_copies(how: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.seeds])]
+)
 @allow_inductor_warnings
 def test_compiled_model_follows_its_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled model, policies put on in turns: each time what eager computes, in eager's dtype."""
@@ -464,6 +466,7 @@ def test_compiled_model_follows_its_policy(backend: str, device: str, fresh_dyna
     assert not torch.equal(results[0], results[1].float())
 
 
+@pytest.mark.slow
 def test_gradients_of_a_compiled_model(fresh_dynamo: None) -> None:
     """A11: backward through a compiled model is eager's, within the order of sums."""
     model = POLICY.apply(make_net())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from counts import Functions
@@ -114,14 +115,12 @@ def test_leaves_no_trace(device_type):
 def test_warnings_of_probed_operations_are_not_heard(capfd):
     """chain_matmul is deprecated, in C++ and once a process: nothing of that reaches the user."""
     ampkit.op_table("cuda")
-    code = "import ampkit; ampkit.op_table('cuda')"
-    command = [sys.executable, "-W", "error", "-c", code]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # libgomp writes to stderr about a value that it cannot read
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = forks.run_code("import warnings; warnings.simplefilter('error'); import ampkit; ampkit.op_table('cuda')")
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_calls_each_operation_a_few_times():
     """Tensors included, 14 functions of torch are called per operation: a table takes about a second."""
     with Functions() as functions:
@@ -129,6 +128,7 @@ def test_calls_each_operation_a_few_times():
     assert functions.calls < 20 * len(table)
 
 
+@pytest.mark.slow
 def test_operation_of_another_library():
     """It is listed with the rule it follows; one whose rule cannot be read is listed as unknown, with the reason."""
     with torch.library._scoped_library("ampkit_test", "FRAGMENT") as library:
@@ -212,8 +212,9 @@ def test_json_that_is_no_table(text):
 
 
 @pytest.mark.slow
-def test_command_prints_and_compares(tmp_path, capsys):
+def test_command_prints_and_compares(tmp_path, capsys, monkeypatch):
     """`ops` prints the table and writes it; --diff is silent about equal rules and exits with 1 for different ones."""
+    monkeypatch.setattr("ampkit.__main__.op_table", functools.cache(ampkit.op_table))
     file, other = tmp_path / "ops.json", tmp_path / "other.json"
     assert main(["ops", "--device", "cpu", "--json", str(file)]) == 0
     assert f"autocast on cpu, torch {torch.__version__}" in capsys.readouterr().out

@@ -124,6 +124,7 @@ def constant_loss(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_parameters_with_a_gradient_in_some_micro_batches_only(engine: Engine) -> None:
     """A layer that only some micro-batches use gets their gradients, whichever comes first, and none from others."""
 

@@ -25,7 +25,7 @@ CASES = [
     *[("cuda", "default", "inductor", seed) for seed in range(ON_CUDA[0])],
     *[("cuda", "max", "inductor", 1000 + seed) for seed in range(ON_CUDA[1])],
 ]
-MARKS = {1: [], 3: [pytest.mark.slow]}  # of seeds on a CPU, where Inductor takes a minute
+MARKS = {1: []}  # of seeds on a CPU, where Inductor takes a minute
 SETUPS = [
     pytest.param(
         *case,

@@ -248,7 +248,7 @@ def trained_on(
     return [*losses, *(param.detach().clone() for param in model.parameters())], step
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(

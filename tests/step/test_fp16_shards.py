@@ -32,7 +32,7 @@ def check(name: str, rows: Rows, device: str = "cpu", warmup: int = 3) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
 def test_ranks_skip_together(on_cpu: dict[str, Rows], case: str) -> None:
-    """R12: weights, moments, norm, scale, average and rate behind 24 overflows, also of one rank's shard alone."""
+    """R12: weights, moments, norm, scale, average and rate behind 16 overflows, also of one rank's shard alone."""
     check(case, on_cpu[case])
 
 

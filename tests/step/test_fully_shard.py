@@ -34,7 +34,7 @@ VERIFY_FINDS = {
 LOOKED_AT = tuple(
     name for name, case in fsdp_train.CASES.items() if case.verify or case.numerics or case.event.startswith("graphed")
 )
-FAST = ("float32", "float16", "accumulate float16", "evaluation")
+FAST = ("float32", "accumulate float16", "evaluation")
 OTHERS = tuple(name for name in fsdp_train.CASES if name not in (*FAST, *LOOKED_AT))
 on_cpu = cases_of(fsdp_train.__file__, "cpu", FAST, 180)
 others_on_cpu = cases_of(fsdp_train.__file__, "cpu", OTHERS, 400)
@@ -177,7 +177,8 @@ def test_on_two_gpus(on_gpus: Cases, case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("imported", marks=pytest.mark.ranks), "nothing"])
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["imported", "nothing"])
 def test_a_job_ends(how: str) -> None:
     """R12: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     rows = ddp_train.launch(

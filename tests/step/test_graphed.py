@@ -70,6 +70,7 @@ def run_gan(engine: Engine, graph: str, verify: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_gan(engine: Engine) -> None:
     """S4: two optimizers and one scaler in one graph, one skipped and the other not: after every call eager's bits."""
     with deterministic():
@@ -162,6 +163,7 @@ LEFT = ("zeroed outside", "never zeroed", "zeroed before", "filled with zeros be
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("verify", [0, 3])
 @pytest.mark.parametrize("kind", LEFT)
+@pytest.mark.sampled(2)
 def test_gradients_are_those_of_a_plain_loop(engine: Engine, verify: int, kind: str) -> None:
     """W4: gradients that a function leaves in param.grad are there, add up over calls, and feed an optimizer outside;
     one that it does not leave is not there.

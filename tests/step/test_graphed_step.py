@@ -81,7 +81,7 @@ def trajectory(engine: Engine, policy: str, optimizer: str, max_norm: float | No
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_bitwise_equal_to_eager(
     engine: Engine, policy: str, max_norm: float | None, optimizer: str, schedule: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_bitwise_equal_to_eager(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("policy", "max_norm"), [("float32", None), ("float16", 0.5)])
 @pytest.mark.parametrize("optimizer", every(3, UNFUSED))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_optimizers_without_a_fused_kernel(engine: Engine, policy: str, max_norm: float | None, optimizer: str) -> None:
     """S1, G7: optimizers with torch's defaults are captured too, with eager's bits, skips and schedule included."""
     with deterministic():
@@ -540,6 +540,7 @@ def test_report_reads_like_a_sentence(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_the_bytes_of_inputs_are_listed_apart(engine: Engine) -> None:
     """G10: those that each call copies its batch to; a scan has some for sixteen batches more."""
     step, _, _ = make(engine)
@@ -622,6 +623,7 @@ def test_a_cycled_hyperparameter_is_said_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_another_policy_around_the_step_is_noticed(engine: Engine) -> None:
     """A11: a graph captured under one policy's op rules is not replayed under another's."""
 

@@ -37,7 +37,7 @@ def cases() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own settings
 @pytest.mark.parametrize("setup", cases())
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_no_silent_difference(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """R6, R7, S1: outputs, parameters, moments, scale and random state after every call are those of torch alone."""
     if setup.device == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
@@ -85,7 +85,7 @@ def of_host(api: str = "step") -> Setup:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["step", "train", "read"])
+@pytest.mark.parametrize("api", ["step", *(pytest.param(api, marks=pytest.mark.seeds) for api in ("train", "read"))])
 def test_a_frozen_number_is_a_silent_difference(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness tells a graph that computes with an old number from one that does not, and names the first output."""
     setup = of_host(api)

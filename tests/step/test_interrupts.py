@@ -50,7 +50,7 @@ def no_warnings() -> Iterator[None]:
         for phase in phases
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.quick(2)
 def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
     """R8: later calls train, replay what eager computes, and nothing is left on."""
@@ -86,7 +86,7 @@ def test_a_sample_of_all_lines(kind: type[Job], phase: Phase) -> None:
                      id="parameters of a graphed callable"),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.quick(2)
 def test_where_it_hurt(kind: type[Job], phase: Phase, lines: list[str]) -> None:
     """R8: the moments between two changes that belong together."""

@@ -44,7 +44,9 @@ def test_eager_bits(rows: dict[tuple[str, str], dict[str, Any]], name: str, poli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.TINY_CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.seeds] * (name == "resnet")) for name in models.TINY_CASES]
+)
 def test_small_models_with_an_emulated_graph(name: str) -> None:
     """The same check on the CPU: models of a few thousand parameters, built by the same classes."""
     case = models.TINY_CASES[name]
@@ -75,6 +77,7 @@ def test_an_operation_without_a_deterministic_form() -> None:
     assert row["bitwise"]
 
 
+@pytest.mark.slow
 def test_training_changes_the_model() -> None:
     """What is compared is not what the model started with, and the optimizer's state and the losses are part of it."""
     pytest.importorskip("torchvision")

@@ -98,7 +98,7 @@ def trajectory(engine: Engine, name: str, options: dict[str, Any], overflows: bo
     ],
     ids=["plain", "scaled", "accumulated", "all"],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: dict[str, Any]) -> None:
     """R4: forward and backward are replayed, under a rate that changes in each step and with skipped steps."""
     overflows = options.get("policy") == "float16"
@@ -257,7 +257,7 @@ def two_groups(params: Any) -> torch.optim.Optimizer:
     ],
     ids=["groups", "observed", "observed-bf16", "verified", "verified-fp16"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_bits_of_eager_steps_with_several_groups(engine: Engine, options: dict[str, Any]) -> None:
     """R4: with two param groups, a scaler with hysteresis and limits, an observer, `verify`, and a resumed training."""
     results, reports = [], []
@@ -443,7 +443,7 @@ def constant_trajectory(
     return history, step, replays
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CONSTANT)
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def half_scale(optimizer: Any, i: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("change", [half_rate, rougher, half_scale])
+@pytest.mark.parametrize("change", [half_rate, rougher, pytest.param(half_scale, marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_a_number_that_changes_is_never_frozen(engine: Engine, change: Callable[[Any, int], object]) -> None:
     """R5: it steps behind the graph from then on, with the new number, and one warning says which it was."""
@@ -520,6 +520,7 @@ def test_a_rate_in_a_tensor_may_change(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_variable_that_only_the_optimizer_reads(engine: Engine) -> None:
     """R5: the optimizer reads a number that nothing of its own holds. Once that changes, it leaves the graphs."""
     decay = [0.1]

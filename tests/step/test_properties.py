@@ -456,7 +456,7 @@ def test_every_public_function_is_called() -> None:
     assert {f"Policy.{name}" for name in own - {"params", "compute", "output", "ops", "modules"}} <= CALLERS.keys()
 
 
-@examples(1500)
+@examples(500)
 @given(st.sampled_from(PAIRS), ANYTHING)
 @pytest.mark.slow
 def test_any_argument_works_or_is_named(pair: tuple[str, str], value: Any) -> None:
@@ -483,7 +483,7 @@ WORDS = [
 ]
 
 
-@examples(400)
+@examples(150)
 @given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
 def test_any_text_is_a_policy_or_refused(text: str) -> None:
     """Item 6: from the words that policies are written in: what is read is read again from what it prints."""
@@ -500,7 +500,7 @@ def test_any_text_is_a_policy_or_refused(text: str) -> None:
 KEYS = [*ampkit.GradScaler("cpu").state_dict(), "another", 3]
 
 
-@examples(200)
+@examples(80)
 @given(st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=3), st.sets(st.sampled_from(KEYS), max_size=1))
 def test_any_state_dict_loads_or_changes_nothing(changed: dict[Any, Any], missing: set[Any]) -> None:
     """Item 6: a state dict with odd entries: all of it is loaded, or the scaler is as it was and goes on."""
@@ -574,7 +574,7 @@ class Training:
         return bits(torch.cat([param.detach().reshape(-1) for param in self.model.parameters()]))
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.seeds)])
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_any_batch_is_taken_or_refused(count: int) -> None:
     """Item 6: with and without graphs alike: a refusal says where in the batch and changes nothing, and the next batch,
@@ -603,7 +603,7 @@ def check_batches(way: str, odd: list[Any], by_name: bool) -> None:
     str(graphed.step.report())
 
 
-@examples(25)
+@examples(8)
 @given(st.integers(0, 7), st.sampled_from([KeyError, RuntimeError, AssertionError, ZeroDivisionError, StopIteration]))
 @pytest.mark.slow
 def test_an_error_of_the_users_own_comes_through(at: int, kind: type[Exception]) -> None:
@@ -626,7 +626,7 @@ def test_an_error_of_the_users_own_comes_through(at: int, kind: type[Exception])
     assert_same(bits(torch.cat([param.detach().reshape(-1) for param in model.parameters()])), reference.weights())
 
 
-@examples(150)
+@examples(80)
 @given(BATCHES)
 def test_any_batch_is_prefetched_or_refused(batch: Any) -> None:
     """Item 6: a loader may yield anything; what cannot be moved is an AmpkitError that names batch and class."""

@@ -330,7 +330,7 @@ def compared(engine: Engine, make: Callable[[], nn.Module], calls: int = 13, **o
         for j, (name, options) in enumerate(OPTIONS.items())
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.quick(2)
 def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, Any]) -> None:
     """R4: losses, parameters, state, scale, average and random numbers are those of eager steps after each call."""
@@ -424,7 +424,7 @@ class Using(nn.Linear):
         ("keeps", ["net[0:8]", "net[9:18]", "net[19:28]"]),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_neighbours_are_captured_together(engine: Engine, kind: str, parts: list[str]) -> None:
     """R4: small layers without an uncapturable line, next to each other in an `nn.Sequential`, are one pair of graphs.
 
@@ -718,7 +718,7 @@ def change_of(name: str, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", few(["mode", "freeze", "replace", "hook", "forward", "moved", "resume"], ("freeze", "hook", "resume"))
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> None:
     """R4: the parts are made anew, and the bits are those of eager steps."""
 
@@ -798,6 +798,7 @@ class Ticking:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_how_the_time_is_shared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R4: of each captured module, forward and backward and all calls; of the update; of the eager rest."""
     monkeypatch.setattr("ampkit._step.parts.split.Clock", lambda device: Ticking())
@@ -949,6 +950,7 @@ def test_what_the_report_prints(engine: Engine, make: Callable[[], nn.Module], c
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_step_in_parts_is_freed(engine: Engine) -> None:
     """R4: when all names of it are gone, nothing keeps the model alive."""
     run = Run(engine, Reads)
@@ -963,6 +965,7 @@ def test_a_step_in_parts_is_freed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_it_is_said_once(engine: Engine) -> None:
     """R4: one warning names the line, and what is captured all the same."""
     with warnings.catch_warnings(record=True) as caught:

@@ -135,7 +135,8 @@ ALL = {("modules[0]", 0), ("modules[1]", 0), ("modules[1]", 1), ("modules[1]", 2
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", every(2, ["plain", "float16", "one cast for all", "unfused", "without gradients"]))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
+@pytest.mark.slow
 def test_gan(engine: Engine, kind: str) -> None:
     """R4: two models and two optimizers; after every call the bits of eager, and each call of a model is replayed."""
     scaled = kind in ("float16", "one cast for all")
@@ -305,6 +306,7 @@ def closures(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_optimizer_that_calls_a_closure(engine: Engine) -> None:
     """R4: the model has graphs for each of its calls in a step. The optimizer is made in the step, and not declared."""
     report, said = compared(engine, closures, calls=10)

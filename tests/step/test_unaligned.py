@@ -128,7 +128,7 @@ def test_an_overlap_that_a_copy_would_hide() -> None:
         step(batch, batch[:])
 
 
-@pytest.mark.parametrize("verify", [0, 3])
+@pytest.mark.parametrize("verify", [0, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.seeds])])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_scans_of_odd_rows(engine: Engine, verify: int) -> None:
     """R11: the calls of a stack have the bits of single calls, also where its rows lie at odd addresses."""
@@ -179,7 +179,7 @@ class Rest(nn.Module):
 
 
 @pytest.mark.usefixtures("untimed")
-@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.seeds), "float16"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
 def test_modules_around_a_line(engine: Engine, policy: str | None) -> None:

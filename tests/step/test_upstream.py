@@ -1,9 +1,10 @@
 """The runner of PyTorch's own tests, on a file of three tests."""
 
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import forks
 import pytest
 import upstream
 
@@ -36,17 +37,22 @@ class TestNames(unittest.TestCase):
 
 
 @pytest.mark.slow
-def test_differences_are_told(tmp_path: Path) -> None:
+def test_differences_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each test runs with and without the swap; what differs is named, a process that ends included."""
+
+    def run(command: list[str], env: dict[str, str], check: bool) -> Any:
+        return forks.run(command[1:], 120, env)
+
+    monkeypatch.setattr(upstream, "subprocess", SimpleNamespace(run=run))
     (tmp_path / "test_names.py").write_text(TESTS)
     library = tmp_path / "site" / "expecttest.py"
     library.parent.mkdir()
     library.write_text("import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n")
-    ended = subprocess.run(
-        [sys.executable, upstream.__file__, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    lines = ended.stdout.splitlines()
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    code = upstream.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1, lines
     assert "torch:  3 passed, 0 failed, 1 skipped, 0 crashed" in lines
     assert "ampkit: 1 passed, 1 failed, 1 skipped, 1 crashed" in lines
     assert sorted(line.split(": ")[0] for line in lines if line.startswith("DIFFERS")) == [

@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, ("float32", "norm, average", "float16, all", "one")))
 def test_equals_single_calls(engine: Engine, case: str) -> None:
@@ -119,6 +119,7 @@ def test_equals_single_calls(engine: Engine, case: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_launches(engine: Engine) -> None:
     """R12: exactly one launch per optimizer step, and no more capture. Report and metrics count it."""
     run = Run(engine, accumulate=4, schedule=SCHEDULES["step"])
@@ -185,6 +186,7 @@ def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rate", ["tensor", "tensor on the host"])
+@pytest.mark.slow
 def test_rates_that_are_tensors(engine: Engine, rate: str) -> None:
     """Each window reads what the scheduler has written there."""
     optimizer = two_rates(engine[0] if rate == "tensor" else "cpu")
@@ -193,6 +195,7 @@ def test_rates_that_are_tensors(engine: Engine, rate: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_a_momentum_that_changes_now_and_then(engine: Engine) -> None:
     """The window of the change is the first with the new number, which takes another graph."""
     with pytest.warns(ampkit.CaptureWarning, match="momentum"):
@@ -242,6 +245,7 @@ def test_an_optimizer_behind_the_graphs(engine: Engine, policy: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_an_optimizer_with_constant_numbers(engine: Engine) -> None:
     """It joins the graphs after a few steps; windows launch it then."""
 
@@ -368,6 +372,7 @@ def test_a_view_of_a_larger_batch(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
 def test_settings_that_change(engine: Engine) -> None:
     """Graphs of another mode, or of memory that was replaced, are not launched. The old mode finds its graph again."""
     batches = stack(make_batches(engine[0], [4] * 2))
@@ -392,7 +397,7 @@ def test_settings_that_change(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
+@pytest.mark.parametrize("policy", ["bfloat16", pytest.param("float16", marks=pytest.mark.seeds)])
 @allow_inductor_warnings
 @pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +412,7 @@ def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkey
     assert run.last_launches == 1
 
 
+@pytest.mark.slow
 def test_host_draws() -> None:
     """R3: which graphs serve the calls is known only when they draw, so they are made one by one."""
 
@@ -646,6 +652,7 @@ def test_a_launch_that_is_wrong_is_found() -> None:
     assert run.step.report().failure is not None
 
 
+@pytest.mark.slow
 def test_a_call_that_is_wrong_is_found() -> None:
     """Where `verify` finds that in one of the calls, the others are done all the same, and then it raises."""
 
@@ -666,6 +673,7 @@ def test_a_call_that_is_wrong_is_found() -> None:
     run.step.window(*batches)
 
 
+@pytest.mark.slow
 def test_several_layouts() -> None:
     """At most `max_graphs` layouts keep the graph of their windows. One that comes back captures again."""
     left, right = (stack(make_batches("cpu", [size] * 2)) for size in (4, 3))
@@ -704,6 +712,7 @@ def test_a_stack_in_the_memory_of_the_state(engine: Engine) -> None:
     assert run.step.report().launches == 3
 
 
+@pytest.mark.slow
 def test_other_layouts_now_and_then() -> None:
     """Launches count as replays: where most windows are launched, nothing is said of rare ones that are not."""
 
@@ -721,6 +730,7 @@ def test_other_layouts_now_and_then() -> None:
     assert report.launches == 20 * 6 - 4
 
 
+@pytest.mark.slow
 def test_windows_as_long_as_a_launch_of_scan() -> None:
     """With 16 micro-batches and more, scan launches one window at a time, too. Its graph is another one."""
     run = check(("cpu", "emulate"), [20] * 6, accumulate=20, schedule=SCHEDULES["step"])
@@ -735,6 +745,7 @@ def test_windows_as_long_as_a_launch_of_scan() -> None:
     assert run.step.report().launches == 2 + 2 * 3
 
 
+@pytest.mark.slow
 def test_a_window_within_scans() -> None:
     """Scan, window and single calls may follow each other; each finds its own graphs."""
     batches = make_batches("cpu", [4] * 66)

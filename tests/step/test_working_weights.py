@@ -113,7 +113,7 @@ def run(engine: Engine, graph: str, use: str, policy: str, accumulate: int) -> t
     ],
 )
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_only_where_it_is_exact(engine: Engine, policy: str, use: str, accumulate: int) -> None:
     """A weight that is not only cast stays float32. After every call all bits are eager's."""
     with deterministic():
@@ -236,6 +236,7 @@ LOOKS: dict[str, Callable[[Seen, Tensor], Tensor]] = {
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.quick(2)
+@pytest.mark.sampled(2)
 def test_code_sees_the_parameters_themselves(engine: Engine, policy: str, look: str) -> None:
     """W3: what user code asks of a weight, in forward and backward, it is told of the parameter: dtype, identity,
     attributes, values, and gradients with respect to it.

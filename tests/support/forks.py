@@ -96,6 +96,26 @@ def run(
         return subprocess.CompletedProcess(command, fork.wait(), out, err)
 
 
+# What `python -c` runs is in a file that is called so, and belongs to a module without one.
+_AS_C = (
+    "import sys; main = sys.modules['__main__']; del main.__file__; exec(compile({!r}, '<string>', 'exec'), vars(main))"
+)
+
+
+def run_code(code: str, *argv: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run code as `python -c` does, in a fork and with the warnings of a new process, until it ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "code.py")
+        script.write_text(_AS_C.format(f"import os; os.chdir({str(cwd or Path.cwd())!r})\n{code}"))
+        return run([str(script), *argv], timeout)
+
+
+def run_ampkit(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python -W error -m ampkit` with these arguments in a fork."""
+    code = "import runpy, sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, '')\n"
+    return run_code(f"{code}runpy.run_module('ampkit', run_name='__main__', alter_sys=True)", *argv, cwd=cwd)
+
+
 class Server:
     """The process that forks. It ends, with all its forks, when this one does."""
 

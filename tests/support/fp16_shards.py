@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ampkit
 
-CALLS, OVERFLOWS = {"cpu": 84, "cuda": 350}, {"cpu": 24, "cuda": 100}  # by kind of device
+CALLS, OVERFLOWS = {"cpu": 56, "cuda": 350}, {"cpu": 16, "cuda": 100}  # by kind of device
 PEAK = 2**-7  # of the learning rate. All rates are exact in float32, so that a float and a tensor are the same
 RISE, FALL = 32, 512  # optimizer steps in which the rate rises, and in which it would fall to 0
 DECAY = 0.25

@@ -153,7 +153,7 @@ def test_a_batch_of_another_size_on_one_rank(calls: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["imported", "nothing"])
-@pytest.mark.sampled(2)
+@pytest.mark.ranks
 def test_a_job_ends(how: str) -> None:
     """L4: with a graph alive, both ranks exit with 0, also if the user forgets close(), or the process group too."""
     for row in launch("--model", "mlp", "--graph", "emulate", "--end", how, forked=False):

@@ -126,6 +126,7 @@ MEASURED_POOLS = {"resnet50": 1660, "gpt2": 3226, "bert": 1758, "llama": 1314}
 
 @cuda_build
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_against_an_h100():
     """P2: ResNet-50, batch 32, float16 with SGD: within 5 % of the peak that an H100 showed."""
     pytest.importorskip("torchvision")

@@ -159,9 +159,9 @@ def test_resume_is_bitwise(train: Any, train_in_two_parts: Any, options: list[st
 
 
 def image_folder(path: Path) -> list[str]:
-    """Write 12 training and 4 test images below `path`, and return the options that make a run read them."""
-    for index in range(16):
-        folder = path / ("val" if index < 4 else "train") / f"class{index % 2}"
+    """Write 8 training and 2 test images below `path`, and return the options that make a run read them."""
+    for index in range(10):
+        folder = path / ("val" if index < 2 else "train") / f"class{index % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         generator = torch.Generator().manual_seed(index)
         image = torch.randint(256, (3, 40, 40), dtype=torch.uint8, generator=generator)

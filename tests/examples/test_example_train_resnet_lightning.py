@@ -85,7 +85,7 @@ def test_json_prints_the_summary_file(train: Train, tmp_path: Path) -> None:
         pytest.param([], id="sgd", marks=pytest.mark.slow),
         pytest.param(["--opt", "adamw", "--precision", "bf16-mixed"], id="adamw bf16", marks=pytest.mark.slow),
         pytest.param(
-            ["--accumulate", "3", "--clip-grad", "1000"],
+            ["--accumulate", "3", "--clip-grad", "1000", "--epochs", "5"],
             id="accumulate, a clip that is not reached",
             marks=pytest.mark.slow,
         ),
@@ -95,7 +95,7 @@ def test_ampkit_changes_no_bit(
     train: Train, example: ModuleType, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     """--no-ampkit trains the same weights as ampkit does, with and without a graph."""
-    options = ["--epochs", "5", *options]
+    options = ["--epochs", "3", *options]
     alone, _ = train("--no-ampkit", *options, output="alone")
     eager, _ = train(*options, output="eager")
     monkeypatch.setattr(example, "AmpkitCallback", lambda graph: AmpkitCallback(graph="emulate", on_failure="raise"))

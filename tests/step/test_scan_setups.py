@@ -48,7 +48,7 @@ def outputs_of(training: scan_setups.ScanTraining, piece: scan_setups.Piece) -> 
     return {key: out[key] for key in ("loss", "aux")} if "flush" in piece.actions else out
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(SEEDS, QUICK))
 @pytest.mark.quick(2)
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_random_setups(seed: int, device: str) -> None:
     check(*scan_setups.draw_scans(seed, device))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("seed", "device"), setups.seed_params(WINDOW_SEEDS, QUICK))
 @pytest.mark.quick(2)
 @pytest.mark.slow

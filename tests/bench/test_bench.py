@@ -333,6 +333,7 @@ def diverges(case: Case, setting: Setting) -> Loop:
     "wrong", few([not_clipped, other_learning_rate, no_schedule, never_steps, diverges], (not_clipped, diverges))
 )
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.sampled(2)
 def test_a_loss_that_is_off_is_marked(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def train(kind: type[Any], lengths: list[int], engine: tuple[str, str]) -> tuple
 @pytest.mark.parametrize("kind", [Attribute, Variable])
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.quick(4)
+@pytest.mark.sampled(2)
 def test_a_cache_is_compared(sequence: str, kind: type[nn.Module], engine: tuple[str, str]) -> None:
     """R7: a graph never reads a cache that was replaced, by the step itself or by others. It may be freed."""
     lengths = SEQUENCES[sequence]

@@ -149,6 +149,7 @@ def loss_of(model: nn.Module, *batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("when", ["before the step", "between warm-up and capture", "before each call"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.quick(3)
+@pytest.mark.sampled(2)
 def test_a_kept_loss(engine: Engine, when: str, policy: str | None) -> None:
     """A loss of an eager step is alive while a step warms up and is captured: the bits are those without it."""
     device, graph = engine

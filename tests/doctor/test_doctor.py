@@ -824,7 +824,7 @@ def test_gain(script, monkeypatch):
     assert f"up to {gain['step_ms'] / 0.01:.1f} times as fast" in str(found)
 
 
-@pytest.mark.parametrize("batch", ["(x, y)", "{'x': x, 'y': y}"])
+@pytest.mark.parametrize("batch", ["(x, y)", pytest.param("{'x': x, 'y': y}", marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_memory(script, batch):
     """The forecast for CUDA before and after the policy, of batches in any form."""

@@ -173,11 +173,16 @@ example.main(sys.argv[1:])
     return summary
 
 
-def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str, resumes: bool = True) -> None:
-    """Assert that a run with graphs, and one that is resumed, have the weights of one without."""
+def two_epochs(strategy: str, device: str) -> list[str]:
+    """Return the options of a run in two processes."""
     options = ["--strategy", strategy, "--opt", "adamw", "--lr", str(2.0**-10), "--lr-scheduler", "none"]
-    options += ["--device", device, "--epochs", "2"]
+    return [*options, "--device", device, "--epochs", "2"]
+
+
+def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str) -> None:
+    """Assert that a run with graphs, and one that is resumed, have the weights of one without."""
     forked = device == "cpu"  # all but one: what differs for those of torchrun is the start
+    options = two_epochs(strategy, device)
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(in_two_processes, *options, output=tmp_path / "off", graph="off", forked=forked)
         on = in_two_processes(*options, output=tmp_path / "on", graph=graph)
@@ -185,27 +190,28 @@ def check_two_processes(tmp_path: Path, strategy: str, device: str, graph: str, 
     assert on["weights_sha256"] == off["weights_sha256"]
     assert off["graph"]["replays"] == 0
     assert on["graph"]["replays"] > 8
-    if not resumes:
-        return
     (first,) = (tmp_path / "on").glob("epoch=0-*.ckpt")
-    options += ["--resume", str(first)]
-    resumed = in_two_processes(*options, output=tmp_path / "resumed", graph=graph, forked=forked)
+    resume = ["--resume", str(first)]
+    resumed = in_two_processes(*options, *resume, output=tmp_path / "resumed", graph=graph, forked=forked)
     assert resumed["weights_sha256"] == off["weights_sha256"]
     assert resumed["epochs"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "resumes"),
-    [
-        ("fsdp", False),
-        pytest.param("fsdp", True, marks=pytest.mark.ranks),
-        pytest.param("ddp", True, marks=pytest.mark.ranks),
-    ],
-)
-def test_torchrun(tmp_path: Path, strategy: str, resumes: bool) -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun(tmp_path: Path, strategy: str) -> None:
     """L4, R12: two processes by DistributedDataParallel or fully_shard, with and without graphs, and resumed."""
-    check_two_processes(tmp_path, strategy, "cpu", "emulate", resumes)
+    check_two_processes(tmp_path, strategy, "cpu", "emulate")
+
+
+@pytest.mark.slow
+def test_two_processes_have_graphs(tmp_path: Path) -> None:
+    """R12: two processes with a part of the parameters each, which are captured, print one summary."""
+    options = two_epochs("fsdp", "cpu")
+    summary = in_two_processes(*options, output=tmp_path / "on", graph="emulate", forked=True)
+    assert summary["graph"]["replays"] > 8
+    assert (summary["epochs"], summary["devices"]) == (2, 2)
 
 
 @pytest.mark.cuda

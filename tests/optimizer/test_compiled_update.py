@@ -42,7 +42,7 @@ def kernels_of_update(monkeypatch: pytest.MonkeyPatch, like: Iterable[Tensor], *
 
 @allow_inductor_warnings
 @pytest.mark.parametrize("compile", ["default", pytest.param("max", marks=pytest.mark.seeds)])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor writes code for them: in torch 2.11 it fails with SGD where it may reorder loops."""

@@ -138,7 +138,9 @@ def test_rows_are_what_runs(name, policy, training, device_type):
     assert told.totals.cast_bytes == totals.cast_bytes
 
 
-@pytest.mark.parametrize("name", ["net", "mixed", "encoder", pytest.param("resnet50", marks=pytest.mark.slow), "vit"])
+@pytest.mark.parametrize(
+    "name", ["net", "mixed", "encoder", pytest.param("resnet50", marks=[pytest.mark.slow, pytest.mark.seeds]), "vit"]
+)
 @pytest.mark.parametrize("policy", ["bfloat16", "float32"])
 @pytest.mark.quick(3)
 def test_bytes_kept_are_those_that_autograd_saves(name, policy):

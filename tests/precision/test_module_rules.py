@@ -590,7 +590,9 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", pytest.param("vit_b_16", marks=pytest.mark.seeds)])
+@pytest.mark.parametrize(
+    "name", ["resnet18", *(pytest.param(name, marks=pytest.mark.seeds) for name in ("convnext_tiny", "vit_b_16"))]
+)
 def test_torchvision(name: str) -> None:
     """The state_dict goes into the plain model and back, the rules take effect, and remove leaves the plain model."""
     torchvision = pytest.importorskip("torchvision")

@@ -392,7 +392,7 @@ def test_a_forward_that_changes_a_weight_is_undone(engine: Engine, monkeypatch: 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("policy", few(["bfloat16", "float16"], ("float16",)))
+@pytest.mark.parametrize("policy", [pytest.param("bfloat16", marks=pytest.mark.seeds), "float16"])
 @pytest.mark.slow
 def test_only_the_update_fails(engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: the rest stays compiled, and the optimizer steps on gradients in float32 as without compile=."""
@@ -495,7 +495,9 @@ def test_another_mode_another_parameter(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", few(["muon", "sgd, not fused", "rmsprop"], ("muon",)))
+@pytest.mark.parametrize(
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.seeds) for name in ("sgd, not fused", "rmsprop"))]
+)
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def check(engine: Engine, make: Make) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", TORCH)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_optimizers_of_torch(engine: Engine, name: str) -> None:
     """R5: rate and weight decay are those of each step, a skipped step leaves nothing, and forward is captured."""
     check(engine, getattr(torch.optim, name))

@@ -86,6 +86,7 @@ def of_host(api: str = "step") -> Setup:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["step", *(pytest.param(api, marks=pytest.mark.seeds) for api in ("train", "read"))])
+@pytest.mark.seeds
 def test_a_frozen_number_is_a_silent_difference(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness tells a graph that computes with an old number from one that does not, and names the first output."""
     setup = of_host(api)

@@ -160,6 +160,7 @@ class Remembering(torch.optim.Optimizer):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("in_state", [True, False])
 @pytest.mark.quick(4)
+@pytest.mark.sampled(2)
 def test_an_optimizer_may_keep_gradients(engine: Engine, accumulate: int, in_state: bool) -> None:
     """R5: no later call overwrites a gradient that the optimizer has seen. The bits are those of torch's own loop."""
     with deterministic(), warnings.catch_warnings():

@@ -306,6 +306,7 @@ def _unclipped(fabric: Any, model: nn.Module, optimizer: Any, x: Tensor, y: Tens
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.sampled(2)
 def test_fabric(engine: tuple[str, str], precision: str) -> None:
     pytest.importorskip("lightning")
     graphed, replays = with_fabric(*engine, precision)

@@ -44,6 +44,7 @@ def make(engine: Engine, loss_fn: LossFn, graph: str | None = None, **options: A
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.quick(3)
+@pytest.mark.sampled(2)
 def test_slices_of_a_larger_tensor(engine: Engine, policy: str | None, dtype: torch.dtype) -> None:
     """G10: each call has the bits of an eager one, wherever its batch lies."""
 

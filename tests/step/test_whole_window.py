@@ -149,6 +149,7 @@ def test_launches(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["float32", "float16"])
+@pytest.mark.sampled(2)
 def test_a_short_window(engine: Engine, policy: str) -> None:
     """The last one of an epoch: as by single calls and `flush`. Norm and skip are those of the flush."""
     overflow_at = (25,) if policy == "float16" else ()
@@ -165,6 +166,7 @@ def test_a_short_window(engine: Engine, policy: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.sampled(2)
 def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
     """No later window overwrites them, and changing them changes nothing."""
     run = Run(engine, max_norm=1.0, accumulate=4, policy="float16")
@@ -187,6 +189,7 @@ def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rate", ["tensor", "tensor on the host"])
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_rates_that_are_tensors(engine: Engine, rate: str) -> None:
     """Each window reads what the scheduler has written there."""
     optimizer = two_rates(engine[0] if rate == "tensor" else "cpu")
@@ -196,6 +199,7 @@ def test_rates_that_are_tensors(engine: Engine, rate: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_a_momentum_that_changes_now_and_then(engine: Engine) -> None:
     """The window of the change is the first with the new number, which takes another graph."""
     with pytest.warns(ampkit.CaptureWarning, match="momentum"):
@@ -204,6 +208,8 @@ def test_a_momentum_that_changes_now_and_then(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.seeds
 def test_a_scheduler_that_is_not_torchs(engine: Engine) -> None:
     """It is stepped behind the launch, so it may change what the step reads."""
     batches = make_batches(engine[0], [4] * 20)
@@ -246,6 +252,7 @@ def test_an_optimizer_behind_the_graphs(engine: Engine, policy: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_an_optimizer_with_constant_numbers(engine: Engine) -> None:
     """It joins the graphs after a few steps; windows launch it then."""
 
@@ -264,6 +271,7 @@ def test_an_optimizer_with_constant_numbers(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("stacked", ["window", "scan"])
+@pytest.mark.sampled(2)
 def test_buckets(engine: Engine, stacked: str) -> None:
     """Each micro-batch is padded as a single call pads it; windows of one bucket share a graph."""
 
@@ -334,6 +342,8 @@ def test_a_batch_that_is_changed_in_place(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.slow
+@pytest.mark.seeds
 def test_constants_and_shared_tensors(engine: Engine) -> None:
     """What is no tensor goes to every call. What all calls share has no memory of its own in the stack."""
     batches = [batch[:2] for batch in make_batches(engine[0], [4] * 18)]
@@ -373,6 +383,7 @@ def test_a_view_of_a_larger_batch(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_settings_that_change(engine: Engine) -> None:
     """Graphs of another mode, or of memory that was replaced, are not launched. The old mode finds its graph again."""
     batches = stack(make_batches(engine[0], [4] * 2))
@@ -541,6 +552,7 @@ def test_an_open_window(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("error", [KeyError("a mistake of the user"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.sampled(2)
 def test_an_error_of_the_users(engine: Engine, error: BaseException) -> None:
     """It comes out, the gradients of the window are dropped, and the next window begins anew."""
 
@@ -674,6 +686,7 @@ def test_a_call_that_is_wrong_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_several_layouts() -> None:
     """At most `max_graphs` layouts keep the graph of their windows. One that comes back captures again."""
     left, right = (stack(make_batches("cpu", [size] * 2)) for size in (4, 3))
@@ -733,7 +746,7 @@ def test_other_layouts_now_and_then() -> None:
 @pytest.mark.slow
 def test_windows_as_long_as_a_launch_of_scan() -> None:
     """With 16 micro-batches and more, scan launches one window at a time, too. Its graph is another one."""
-    run = check(("cpu", "emulate"), [20] * 6, accumulate=20, schedule=SCHEDULES["step"])
+    run = check(("cpu", "emulate"), [16] * 6, accumulate=16, schedule=SCHEDULES["step"])
     batches = make_batches("cpu", [4] * 40)
     with deterministic():
         for _ in range(2):

@@ -124,6 +124,7 @@ def test_windows_of_another_size_on_one_rank() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_one_rank_cannot_capture() -> None:
     """L4: a blocking line on rank 1 keeps both ranks eager; rank 1 names the line, rank 0 says that it was another."""
     source = Path(ddp_train.__file__).read_text().splitlines()

@@ -103,7 +103,7 @@ def sorted_frees(found: list[Any]) -> list[Any]:
     return [event for free, group in groups for event in (sorted(group, key=str) if free else group)]
 
 
-FAST = ("float32", "bfloat16, not resharded", "odd", "transformer", "copies")
+FAST = ("float32", "bfloat16, not resharded", "transformer")
 
 
 @pytest.mark.slow

@@ -280,7 +280,6 @@ def random_numbers() -> Iterator[None]:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.quick(4)
-@pytest.mark.sampled(2)
 def test_other_draws_stay_refused(engine: Engine, kind: type[Layers]) -> None:
     """R3: a draw that reaches the device, a return value or Python, and draws of others: eager, and named."""
     device, graph = engine

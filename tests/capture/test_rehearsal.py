@@ -122,7 +122,6 @@ def trained(net: nn.Module, engine: Engine, graph: str, loss_fn: Loss = square, 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [kind for kind in VARYING if kind != "clock"])
 @pytest.mark.quick(4)
-@pytest.mark.sampled(2)
 def test_what_varies_on_the_host_is_never_frozen(engine: Engine, kind: str) -> None:
     """A number, an operation, a shape or a parameter that the host chooses anew: one warning with the line, and eager
     steps with eager's bits.

@@ -466,6 +466,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.quick(2)
 def test_compiled_code_calls_no_hooks(warm, fresh_dynamo):
     """A model that is first compiled in the run: the hooks are not part of its code; what it leaves is compared."""
     model, (x, y) = Net(), batch()

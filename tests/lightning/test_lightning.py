@@ -622,10 +622,9 @@ class NeedsClosure(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize(("places", "accumulate"), [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize(("places", "accumulate"), [(1, 1), pytest.param(1, 3, marks=pytest.mark.seeds), (2, 1)])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 def test_an_optimizer_that_needs_its_closure(engine: Engine, tmp_path: Path, places: int, accumulate: int) -> None:
     """L1: it gets one. If it does forward and backward more often than once, the fit is left to Lightning."""
     device, graph = engine

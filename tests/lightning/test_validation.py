@@ -147,7 +147,7 @@ def test_validation_within_a_fit(engine: Engine, tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_validate_and_test_alone(engine: Engine, tmp_path: Path, inference: bool) -> None:
     """L3: without a fit, in inference mode and under no_grad. A second call begins anew, the steps are put back."""
     device, graph = engine

@@ -60,6 +60,7 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+@pytest.mark.quick(4)
 def test_an_impossible_entry_changes_nothing(device: str, key: str, value: Any) -> None:
     """S6: the error names the key and its value, and the scaler, used or new, is unchanged."""
     bad = {**used_scaler(device, max_scale=1e6).state_dict(), key: value}

@@ -90,6 +90,7 @@ def inputs_under(rule: str, low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
 
 
 @pytest.mark.parametrize(("device", "op"), OPS)
+@pytest.mark.quick(4)
 def test_equals_the_cast_by_hand(device, op):
     """A1, A2, A3: values and dtypes are, bit by bit, those of the same operation on inputs cast by hand."""
     rule, kernels = RULE[device][op], 0
@@ -293,6 +294,7 @@ SPELLED = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of spellings that torch deprecates
 @pytest.mark.parametrize(("device", "op", "name"), SPELLED)
+@pytest.mark.quick(4)
 def test_spelling(device, op, name):
     """A5: functional, linalg, special and method spellings follow the rule too, bit by bit."""
     rule, low, function = RULE[device][op], torch.bfloat16, spellings(op)[name]
@@ -315,6 +317,7 @@ def test_spelling(device, op, name):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in FAKE_OPS for name in spellings(op)])
+@pytest.mark.quick(4)
 def test_spelling_on_fake_cuda_tensors(op, name):
     """A5: the same spellings under the rules of CUDA, without a GPU."""
     rule, low = RULE["cuda"][op], torch.bfloat16

@@ -252,6 +252,7 @@ def all_float64(op: str, device: str) -> Call:
 
 
 @pytest.mark.parametrize(("device", "op"), LOWER + OTHERS)
+@pytest.mark.quick(4)
 def test_float64_is_left_alone(device, op):
     """A7: with float64 inputs every operation does under autocast what it does without."""
     call = all_float64(op, device)

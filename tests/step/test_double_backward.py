@@ -374,7 +374,6 @@ def test_a_graphed_function_gets_such_a_batch_too(engine: Engine) -> None:
 @pytest.mark.parametrize("asks", ["the loss", "a module", "a module without autograd"])
 @pytest.mark.quick(3)
 @pytest.mark.slow
-@pytest.mark.sampled(3)
 def test_a_step_in_parts(engine: Engine, asks: str) -> None:
     """A module whose replay would not ask for a gradient of its input stays eager; the others are captured."""
 

@@ -311,6 +311,7 @@ def test_an_optimizer_behind_the_graphs(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.quick(2)
 def test_an_optimizer_with_constant_numbers(engine: Engine, scheduled: bool) -> None:
     """It joins the graphs after a few steps, and scans launch it. With a scheduler its rate would be a constant."""
 
@@ -559,6 +560,7 @@ def test_an_error_of_the_users(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
+@pytest.mark.quick(2)
 def test_calls_that_differ_within_a_series(engine: Engine, on_failure: str) -> None:
     """A number that the host changes after a while: single graphs hold it unnoticed, a series shows it."""
 

@@ -928,7 +928,7 @@ def test_the_update_alone_is_said_once(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("make", "captured"), [(Reads, "encoder, decoder"), (Solver, "field (4 calls in a step)")])
-@pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_what_the_report_prints(engine: Engine, make: Callable[[], nn.Module], captured: str) -> None:
     """R4: what is captured comes first, and the source of a line is printed once."""
     with warnings.catch_warnings():

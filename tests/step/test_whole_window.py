@@ -166,7 +166,7 @@ def test_a_short_window(engine: Engine, policy: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", [4, 2])
-@pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
     """No later window overwrites them, and changing them changes nothing."""
     run = Run(engine, max_norm=1.0, accumulate=4, policy="float16")
@@ -233,6 +233,7 @@ def test_a_scheduler_that_is_not_torchs(engine: Engine) -> None:
 @pytest.mark.parametrize("policy", ["float32", "float16"])
 # On CUDA the scaler says that an optimizer with hooks is skipped by the host.
 @pytest.mark.filterwarnings("ignore:GradScaler.step.* has step hooks:ampkit.AmpkitWarning")
+@pytest.mark.quick(2)
 def test_an_optimizer_behind_the_graphs(engine: Engine, policy: str) -> None:
     """`on_failure="parts"`: all forwards and backwards are one launch, and the optimizer steps behind it."""
     with pytest.warns(ampkit.CaptureWarning, match="hook"):
@@ -271,7 +272,7 @@ def test_an_optimizer_with_constant_numbers(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("stacked", ["window", "scan"])
-@pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_buckets(engine: Engine, stacked: str) -> None:
     """Each micro-batch is padded as a single call pads it; windows of one bucket share a graph."""
 
@@ -552,7 +553,7 @@ def test_an_open_window(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("error", [KeyError("a mistake of the user"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.sampled(2)
+@pytest.mark.quick(2)
 def test_an_error_of_the_users(engine: Engine, error: BaseException) -> None:
     """It comes out, the gradients of the window are dropped, and the next window begins anew."""
 
@@ -604,6 +605,7 @@ def test_a_micro_batch_that_is_refused(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
+@pytest.mark.quick(2)
 def test_calls_that_differ_within_a_window(engine: Engine, on_failure: str) -> None:
     """A number that the host changes after a while: single graphs hold it unnoticed, the graph of a window shows it."""
 
@@ -746,7 +748,7 @@ def test_other_layouts_now_and_then() -> None:
 @pytest.mark.slow
 def test_windows_as_long_as_a_launch_of_scan() -> None:
     """With 16 micro-batches and more, scan launches one window at a time, too. Its graph is another one."""
-    run = check(("cpu", "emulate"), [16] * 6, accumulate=16, schedule=SCHEDULES["step"])
+    run = check(("cpu", "emulate"), [20] * 6, accumulate=20, schedule=SCHEDULES["step"])
     batches = make_batches("cpu", [4] * 40)
     with deterministic():
         for _ in range(2):

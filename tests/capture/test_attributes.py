@@ -95,7 +95,6 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", few(CHANGES, ("p of a dropout", "hides one of the class", "tensor")))
-@pytest.mark.sampled(2)
 def test_a_change_is_noticed(change: str, engine: Engine) -> None:
     """R7: the steps behind a change are those of an eager loop. With the old value the first graph is used again."""
     device, graph = engine
@@ -206,7 +205,6 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", few(INSIDE, ("object in an object", "new entry", "longer list")))
-@pytest.mark.sampled(2)
 def test_a_change_inside_is_noticed(change: str, engine: Engine) -> None:
     """R7: what objects, dicts and lists hold that modules have as attributes, and that the step reads by name."""
     device, graph = engine

@@ -230,7 +230,6 @@ def test_compiled_code_without_a_hash() -> None:
     ids=["class method", "static method", "property", "in a property", "function of a list", "one function more"],
 )
 @pytest.mark.quick(3)
-@pytest.mark.sampled(2)
 def test_functions_that_compiled_code_calls(change: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """R7: methods of classes, properties, functions in a list: Python calls none of them once they are compiled."""
     WEIGHTED[:], FUNCTIONS[:] = [Weighted(1.0)], [lambda y: y * BETA]

@@ -96,7 +96,6 @@ class Run:
 @pytest.mark.parametrize("place", ["attribute", "variable"])
 @pytest.mark.parametrize(("first", "second", "again"), REPLACED.values(), ids=REPLACED)
 @pytest.mark.quick(4)
-@pytest.mark.sampled(2)
 def test_a_value_is_replaced(first: Any, second: Any, again: Any, place: str) -> None:
     """R7: another value is another graph; an equal one has the graph that is there."""
     run = Run(place, first)

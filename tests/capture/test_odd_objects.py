@@ -136,7 +136,6 @@ def train(model: nn.Module, loss_fn: Any, graph: str = "emulate", calls: int = 6
 @pytest.mark.parametrize("where", ["variable", "attribute"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.quick(4)
-@pytest.mark.sampled(2)
 def test_the_step_runs(case: str, where: str) -> None:
     """R7: the step is captured as with any other object, and none of its code is called by ampkit."""
     make, read = CASES[case]

@@ -168,7 +168,6 @@ def graphed_linear(engine: Engine, **options: Any) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.quick(4)
-@pytest.mark.sampled(2)
 def test_each_setting_has_a_graph_of_its_own(change: str) -> None:
     """R7: another value takes a warm-up and a capture, and says which setting it was; the first value costs nothing."""
     around, says = CHANGES[change]

@@ -167,7 +167,6 @@ def train(world: World, graph: str, changes: list[Change], loss_fn: Any = None) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("change", few(CHANGES, ("number", "attribute of an argument", "of the function around")))
-@pytest.mark.sampled(2)
 def test_a_change_is_noticed(change: str, engine: Engine) -> None:
     """R7: the steps behind a change are those of an eager loop. With the old value the first graph is used again."""
     device, graph = engine

@@ -525,7 +525,7 @@ LEFT_TO_LIGHTNING = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "options", "message"), every(3, LEFT_TO_LIGHTNING), ids=[case[2][:30] for case in LEFT_TO_LIGHTNING]
 )
@@ -737,7 +737,7 @@ STEPPED_EAGERLY = [
     STEPPED_EAGERLY,
     ids=[str(i) + case[3][:25] for i, case in enumerate(STEPPED_EAGERLY)],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_stepped_eagerly(tmp_path: Path, make: Any, data: Any, options: dict[str, Any], message: str) -> None:
     """What a graph would freeze or leave out is noticed in the warm-up, and said once; the steps are Lightning's."""
     batches = None if data is None else data("cpu")

@@ -113,7 +113,7 @@ class MeasuresBehind(Callback):
     ids=["late", "behind the step"],
 )
 @pytest.mark.parametrize(("kind", "accumulate"), SETTINGS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_a_gradient_that_is_not_there(
     tmp_path: Path, make: Any, callbacks: Any, steps: int, message: str, kind: str, accumulate: int

@@ -689,7 +689,6 @@ class Slim:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.quick(3)
-@pytest.mark.sampled(2)
 def test_compiled_with_a_container(container):
     """A10: containers among the inputs are cast in a compiled function too."""
     torch.compiler.reset()

@@ -378,7 +378,7 @@ def test_scheduler_runs_on_the_host(engine: Engine) -> None:
         ("packed tensors", "saved_tensors_hooks around the step changed"),
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_stale_graphs_are_dropped(engine: Engine, change: str, says: str) -> None:
     """G10: a change of what a graph has frozen leads to one warning, a warm-up and a new capture, with eager's bits."""
     device = engine[0]

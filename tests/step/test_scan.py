@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import few
+from families import some
 from harness import (
     ENGINES,
     Compiled,
@@ -90,12 +90,10 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulate many": {"accumulate": 20, "schedule": SCHEDULES["lambda"]},
     "verify": {"verify": 3, "policy": "bfloat16", "schedule": SCHEDULES["step"]},
 }
-QUICK = ("bfloat16, clip", "schedule: step", "float16, all", "accumulate", "verify")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", few(CASES, QUICK))
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", some(CASES, quick=("float16, all",), slow=("accumulate", "verify")))
 def test_equals_single_calls(engine: Engine, case: str) -> None:
     """R11: K steps per launch have the bits of K calls: state, outputs, random numbers; with overflows, if scaled."""
     options = CASES[case]

@@ -718,7 +718,7 @@ def change_of(name: str, run: Run) -> None:
 @pytest.mark.parametrize(
     "name", few(["mode", "freeze", "replace", "hook", "forward", "moved", "resume"], ("freeze", "hook", "resume"))
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_what_changes_between_calls_is_followed(engine: Engine, name: str) -> None:
     """R4: the parts are made anew, and the bits are those of eager steps."""
 

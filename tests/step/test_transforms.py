@@ -106,7 +106,7 @@ def train(engine: Engine, make: Callable[[], nn.Module], graph: str) -> tuple[am
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("call", few(FORWARDS, (mixed, ensemble)), ids=lambda call: call.__name__)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_module_that_a_transform_calls_stays_eager(engine: Engine, call: Forward) -> None:
     """R4: its calls within the transform are no parts. Its other calls, and the other module, are."""
     step = assert_same_as_eager(engine, lambda graph: train(engine, lambda: Transformed(call), graph))

@@ -11,6 +11,12 @@ def few(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
     return _params(cases, lambda _, case: case in quick)
 
 
+def some(cases: Iterable[str], quick: Container[str], slow: Container[str]) -> list[Any]:
+    """Return the cases as parameters: those that stand for the rest quick or slow, all others `seeds`."""
+    marks = [pytest.mark.slow, pytest.mark.seeds]
+    return [pytest.param(case, marks=[] if case in quick else marks[: 1 if case in slow else 2]) for case in cases]
+
+
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
     """Return the cases as parameters, the first and each `step`-th behind it quick, the others marked as by `few`."""
     return _params(cases, lambda i, _: i % step == 0)

@@ -605,7 +605,7 @@ def test_a_launch_that_is_wrong_is_found() -> None:
 @pytest.mark.slow
 def test_several_layouts() -> None:
     """At most `max_graphs` layouts keep their series. A layout that comes back captures again, with the same bits."""
-    left, right = (stack(make_batches("cpu", [size] * 17)) for size in (4, 3))
+    left, right = (stack(make_batches("cpu", [size] * 20)) for size in (4, 3))
     with deterministic():
         states = []
         for graph in ("off", "emulate"):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from families import every
 from matplotlib.image import imread
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import Subset
 from torchvision.transforms.functional import to_pil_image
@@ -416,7 +417,8 @@ def test_torchrun(example: ModuleType, train: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.ranks)])
+def test_torchrun_with_shards(train: Any, tmp_path: Path, others: bool) -> None:
     """R12: --strategy fsdp on two processes. The second epoch alone, resumed with a graph, has the bits of both
     without; the checkpoint has whole tensors, with which one process and DistributedDataParallel go on."""
     shards = ["--strategy", "fsdp"]
@@ -428,6 +430,10 @@ def test_torchrun_with_shards(train: Any, tmp_path: Path) -> None:
     end, again = (torch.load(summary["checkpoint"], weights_only=True)["history"] for summary in (whole, resumed))
     for name in ("test_loss", "test_accuracy", "train_loss", "train_accuracy"):
         assert again[1][name] == end[1][name]
+    checkpoint = torch.load(whole["checkpoint"], weights_only=True)
+    assert not any(isinstance(tensor, DTensor) for tensor in checkpoint["model"].values())
+    if not others:
+        return
     copies = in_two_processes(*resume, output=tmp_path / "copies", graph="emulate")
     alone, _ = train("-b", "8", "-j", "0", "--epochs", "2", *resume)
     assert (copies["epochs"], alone["epochs"]) == (2, 2)

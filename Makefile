@@ -28,6 +28,9 @@ ifeq ($(TORCH),latest)
 .PHONY: $(READY)  # ask each time whether there is a newer one
 endif
 
+# pytest keeps the asserts that it rewrites, unless this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train train-lightning test test-all test-ranks test-seeds check lint types docs screenshots dist numbers bench clean

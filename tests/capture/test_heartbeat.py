@@ -32,7 +32,7 @@ ELSEWHERE = "another machine 1"
 
 @pytest.fixture
 def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts with which waits would have been ended. The times are a hundredth of what they are, or less."""
+    """Texts with which waits would have been ended. The times are a hundredth of what they are."""
     texts: list[str] = []
 
     class NotedWait:
@@ -43,8 +43,8 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             """There is nothing to wait for."""
 
     monkeypatch.setattr(heartbeat, "EndedWait", NotedWait)
-    for name, part in {"LOOK_S": 100, "HELD_UP_S": 100, "SILENCE_S": 300}.items():
-        monkeypatch.setattr(heartbeat, name, getattr(heartbeat, name) / part)
+    for name in ("LOOK_S", "HELD_UP_S", "SILENCE_S"):
+        monkeypatch.setattr(heartbeat, name, getattr(heartbeat, name) / 100)
     return texts
 
 

@@ -97,7 +97,7 @@ def run(net: Callable[[], nn.Module], between: Callable[[int], None], graph: str
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_the_numbers_of_eager(kind: type[nn.RNNBase], noise: bool, between: str) -> None:
-    """R9: where a generator was seeded, its state set or forked, dropout draws what it draws eagerly."""
+    """W5: where a generator was seeded, its state set or forked, dropout draws what it draws eagerly."""
     what, captures = BETWEEN[between]
     with deterministic():
         expected, _ = run(lambda: Net(kind, noise), what, "off")
@@ -108,7 +108,7 @@ def test_the_numbers_of_eager(kind: type[nn.RNNBase], noise: bool, between: str)
 
 @pytest.mark.cuda
 def test_it_is_said() -> None:
-    """The warning names what has changed; where each call is seeded, nothing is captured and all is right."""
+    """W5: the warning names what has changed; where each call is seeded, nothing is captured and all is right."""
     with deterministic():
         with pytest.warns(ampkit.CaptureWarning, match=r"the random state of cuDNN's dropout \(nn.LSTM"):
             run(lambda: Net(nn.LSTM), seed_anew, "auto")
@@ -123,7 +123,7 @@ def test_it_is_said() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("drew", [False, True])
 def test_a_look_changes_nothing(drew: bool) -> None:
-    """Neither generators nor the state of the dropout are other ones behind a look."""
+    """W5: neither generators nor the state of the dropout are other ones behind a look."""
     torch.manual_seed(0)
     module = nn.LSTM(4, 4, num_layers=2, dropout=0.5, device="cuda")
     x = torch.ones(3, 2, 4, device="cuda")

@@ -1,6 +1,7 @@
 """Checks of the arguments that `graphed_step` gets."""
 
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
-from .._user_line import users_level
+from .._user_line import running_place, users_level
 from .observer import Observer
 
 
@@ -96,15 +97,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
 
 
 def hint_at_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
-    """Warn where a second step is made of a model, an optimizer and a loss, as in a function that trains one epoch."""
+    """Warn where a line makes a second step of a model, an optimizer and a loss, as in a function for one epoch."""
     made = _made.setdefault(model, set())
-    this = weakref.ref(optimizer), getattr(loss_fn, "__code__", type(loss_fn))
+    this = weakref.ref(optimizer), getattr(loss_fn, "__code__", type(loss_fn)), running_place(sys._getframe(1))
     if this in made:
         warnings.warn(_MADE_AGAIN, AmpkitWarning, stacklevel=users_level())
     made.add(this)
 
 
-_made: "weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, Any]]]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]]" = weakref.WeakKeyDictionary()
 _MADE_AGAIN = (
     "graphed_step: there was a step of this model, this optimizer and this loss before. Each one warms up, captures "
     "graphs of its own, and begins with its own loss scale. Make it once, in front of the loop over epochs, and pass "

@@ -172,6 +172,8 @@ def graphed_step(
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     check_optimizer(optimizer, model, scheduler, max_norm)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
+    if options.graph != "off" and scaler is None:
+        hint_at_one_step(model, optimizer, loss_fn)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
     sum_in_order_of(model, optimizer)
@@ -195,8 +197,6 @@ def graphed_step(
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = _session(step, state, model, options, blocker, compile)
-    if options.graph != "off":
-        hint_at_one_step(model, optimizer, loss_fn)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 

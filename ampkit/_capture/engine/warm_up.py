@@ -123,7 +123,7 @@ class WarmUp:
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
         """
         session, state, answer = self._session, self._state, layout.answer
-        known, kept = state.tensors().keys(), state.tensor_attributes()
+        known, held = state.tensors().keys(), state.watch.held_tensors()
         other_answer = bool(answer.problem_when_hidden)
 
         def looked() -> Any:
@@ -148,10 +148,10 @@ class WarmUp:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
         # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
-        # repeated, if the warm-up is long enough. So it is where a module has kept a tensor that later calls may read.
+        # repeated, if the warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
         is_first = cold.calls == 0 and session.warmup > 2
         has_made = state.is_undecided() or state.tensors().keys() != known
-        has_kept = cold.calls == 0 and state.tensor_attributes() != kept
+        has_kept = cold.calls == 0 and held.have_begun()
         if has_kept or (preflight.findings and (is_first or has_made)):
             if is_first or has_kept:
                 layout.count_call(cold)

@@ -18,7 +18,7 @@ from ..._torch.compile import COMPILER, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import CLOSED_PACKAGES, is_plain, is_write
+from .constants import ABSENT, CLOSED_PACKAGES, is_plain, is_write
 from .executed import Executed
 from .objects import HeldTable, any_name, holders
 
@@ -253,15 +253,13 @@ class _Before:
         """
         for module, table, before in self._tables:
             if counts(module):
-                found = (key for key, was in before.items() if is_write(was, table.get(key, was)))
+                found = (key for key, now in table.items() if is_write(before.get(key, ABSENT), now))
                 yield from (key for key in found if key not in KEPT_ELSEWHERE)
         for module, holder, name, was in self._inside:
             now = holder.copy() if counts(module) else was
-            if len(was) != len(now):
-                yield name
-            elif isinstance(was, dict) and isinstance(now, dict):
-                yield from (str(key) for key in was if is_write(was[key], now.get(key, was[key])))
-            elif any(map(is_write, was, now)):
+            if isinstance(was, dict) and isinstance(now, dict):
+                yield from (str(key) for key in now if is_write(was.get(key, ABSENT), now[key]))
+            if len(was) != len(now) or (isinstance(was, list) and any(map(is_write, was, now))):
                 yield name
 
     def has_tensor(self, name: str) -> bool:

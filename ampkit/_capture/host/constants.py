@@ -215,14 +215,17 @@ def are_same(old: Any, now: Any) -> bool:
 
 
 def is_write(old: Any, now: Any) -> bool:
-    """Return whether a call leaves another number or text than it found, or a list or dict of another length.
+    """Return whether a call leaves another number or text than it found, or one where there was none, or a list or dict
+    of another length.
 
     Other objects, and tensors, may be what the call has made, and no later call may read them.
     """
     kinds = type(old), type(now)  # a weak proxy may be of an object that is gone
     if kinds[0] is kinds[1] and kinds[0] in (list, dict, deque):
         return len(old) != len(now)
-    are_numbers = all(issubclass(kind, CONSTANTS) and kind is not type(None) for kind in kinds)
+    # A count that the class has at first is in the object from the first call on.
+    found = kinds[1:] if old is ABSENT else kinds
+    are_numbers = all(issubclass(kind, CONSTANTS) and kind is not type(None) for kind in found)
     return are_numbers and not are_same(old, now)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..._torch.tensors.modules import hook_tables
-from ..._torch.tensors.tree import tree_flatten
+from ..._torch.tensors.tree import tensors_in
 from .calls import KEPT_ELSEWHERE
 from .code import given_before
-from .constants import ABSENT
+from .constants import ABSENT, are_same
 from .objects import Reach, any_name, holders
 
 
@@ -43,15 +43,32 @@ class LeftTensors:
         tables = [*map(vars, modules), *(table for table in held if isinstance(table, (dict, list)))]
         self._before = [(table, dict(_entries(table))) for table in tables]
 
+    def contents(self) -> list[Any]:
+        """Return all that they hold now."""
+        return gc.get_referents(*[table for table, _ in self._before])
+
+    def hold_others(self, before: list[Any]) -> bool:
+        """Return whether they hold something else than `contents` returned before: another number, or object."""
+        now = self.contents()
+        return len(now) != len(before) or not all(map(are_same, before, now))
+
     def taken(self) -> list[tuple[Any, Any, Any]]:
         """Return what holds something else now that has tensors in it: the dict or list, the key, and the value."""
         return [
             (table, key, value)
             for table, before in self._before
             for key, value in _entries(table)
-            if value is not (was := before.get(key, ABSENT)) and id(was) not in self._compared
-            if any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
+            if value is not (was := before.get(key, ABSENT)) and id(was) not in self._compared and tensors_in(value)
         ]
+
+    def have_begun(self) -> bool:
+        """Return whether there is a tensor where none was: calls to come may read it."""
+        return any(
+            tensors_in(value) and not tensors_in(before.get(key))
+            for table, before in self._before
+            for key, value in _entries(table)
+            if value is not before.get(key)
+        )
 
 
 def put(left: list[tuple[Any, Any, Any]]) -> None:

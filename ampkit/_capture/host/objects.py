@@ -13,7 +13,7 @@ from itertools import chain
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._text import value_text
 from ..._user_line import is_users_file
@@ -272,6 +272,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         yield id(own), True, own, list(own.items())
     elif issubclass(kind, type):
         yield from _of_classes(owner, set())
+    elif issubclass(kind, Tensor):
+        attributes = own_table(owner)
+        if attributes:
+            yield id(attributes), True, attributes, list(attributes.items())
     elif is_plain(owner) or is_closed(owner):
         return
     elif issubclass(kind, dict):

@@ -365,7 +365,7 @@ class Reads:
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
             list(cells.values()),
-            on_way,
+            [*on_way, *(holder.table[key] for holder in inside for key in holder.inner)],
             called,
             [tensor for tensor, place in tensors if tensor is not None and place is not None],
         )

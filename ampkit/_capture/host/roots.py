@@ -118,7 +118,8 @@ def _table(value: Any, part: PathStep) -> Any:
         return module if is_users_file(file_of_module(value)) and part.key in module else None
     if issubclass(type(value), type):
         return _of_class(value, part.key)
-    if is_closed(value) and is_module(value):  # which is looked at by itself
+    # Of torch's own objects, as optimizers, values that code reads by name; modules are looked at by themselves.
+    if is_closed(value) and (is_module(value) or package_name(type(value)) != "torch"):
         return None
     if part.key in (slots := Slots(value)):
         return slots

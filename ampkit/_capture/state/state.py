@@ -16,7 +16,7 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..._torch.tensors.tensors import is_tensor, local_shard
+from ..._torch.tensors.tensors import local_shard
 from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
 from ..host.reads import Reads
@@ -276,11 +276,6 @@ class TrainingState:
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound, self.modules)
-
-    def tensor_attributes(self) -> set[tuple[int, str]]:
-        """Return which attributes of modules hold a tensor, parameters and buffers aside: module and name."""
-        modules = (each for module in self.modules.values() for each in parts_of(module))
-        return {(id(each), name) for each in modules for name, value in vars(each).items() if is_tensor(value)}
 
     def are_own(self, addresses: set[int]) -> bool:
         """Return whether all these addresses are of tensors of ampkit's own, or 0."""

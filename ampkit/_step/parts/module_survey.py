@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
 from ..._callables.passes import CAPTURED_AS_THEY_ARE, replace_forward
+from ..._capture.host.left_tensors import LeftTensors
 from ..._capture.keys.containers import holds_tensors
 from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
 from ..._capture.keys.placement import is_dense, place_of
@@ -151,6 +152,7 @@ class Survey:
         self._preflight = Preflight(device, generators, observer=self._on_operation, located=self._on_finding)
         self.calls: list[ModuleCall] = []
         self.lines: dict[str, dict[str, None]] = {}
+        self._held = LeftTensors([module for _, module in self._modules], (), ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address
@@ -177,7 +179,7 @@ class Survey:
                 return original(*args, **kwargs)
             self._looking = True
             call = self._begin(modules, name, args, kwargs)
-            before = _attributes(modules)
+            before, held = _attributes(modules), self._held.contents()
             self._looking = False
             try:
                 outputs = original(*args, **kwargs)
@@ -185,8 +187,8 @@ class Survey:
                 self._preflight.look_for_draws()
                 self._running.pop()
             call.last = newest_sequence_number()
-            if _attributes(modules) != before:
-                call.problems["its forward changes attributes"] = None
+            if _attributes(modules) != before or self._held.hold_others(held):
+                call.problems["its forward changes attributes, or what is in them"] = None
             self._looking = True
             self._look_at_outputs(call, outputs)
             self._looking = False

@@ -133,6 +133,7 @@ class Survey:
         device: where they compute.
         generators: see `Preflight`.
         eager: classes of modules that are not to be captured, and why.
+        writes_may_stop: whether numbers that a forward changes in lists, dicts and objects may stay as they are.
 
     Attributes:
         calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
@@ -146,13 +147,15 @@ class Survey:
         device: torch.device,
         generators: Sequence[torch.Generator],
         eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+        *,
+        writes_may_stop: bool = False,
     ) -> None:
         self._modules = list(modules)
         self._device, self._eager = device, eager
         self._preflight = Preflight(device, generators, observer=self._on_operation, located=self._on_finding)
         self.calls: list[ModuleCall] = []
         self.lines: dict[str, dict[str, None]] = {}
-        self._held = LeftTensors([module for _, module in self._modules], (), ())
+        self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address

@@ -262,7 +262,8 @@ class Split:
     def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runs = ModuleRuns({}, {}) if self._runs is None else self._runs
         named = [*self._modules(), *runs.named()]
-        survey = Survey(named, self._device, self._options.generators, self._left)
+        may_stop = self._options.host_writes == "ignore"
+        survey = Survey(named, self._device, self._options.generators, self._left, writes_may_stop=may_stop)
 
         def step() -> Any:
             with Undo() as undo:

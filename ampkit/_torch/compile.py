@@ -229,7 +229,7 @@ def calls_from_compiled_code(frame: FrameType | None) -> bool:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith(_WRITTEN):
             return True
-        if not name.startswith("torch."):
+        if not name.startswith(("torch.", "ampkit.")):  # ampkit's modes see what compiled code calls
             return False
         frame = frame.f_back
     return False

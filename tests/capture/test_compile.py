@@ -48,7 +48,7 @@ def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], los
 @allow_inductor_warnings
 def test_compiled_in_the_default_mode(engine: Engine, part: str) -> None:
     """A step with a compiled model or loss is captured with the bits of the compiled eager step, for two shapes."""
-    backend = "inductor" if engine[0] == "cuda" else "aot_eager"
+    backend = "inductor" if engine[0] == "cuda" or part == "model" else "aot_eager"
 
     def compiled(thing: Any) -> Any:
         return torch.compile(thing, backend=backend, dynamic=False)

@@ -5,6 +5,7 @@ import gc
 import math
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -571,7 +572,7 @@ class Around(Reads):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.kept = kind, []
+        self.kind, self.kept = kind, deque[Tensor]()
         made = {"counts": Counts, "writes": Writes, "views": Views, "scheduled": Scheduled, "hooked": Block}
         self.encoder = Keeps(self.kept) if kind == "keeps" else made[kind]()
         if kind == "hooked":

@@ -19,6 +19,7 @@ from .code import CodePlace, Functions, PathStep, Read, Scope, codes_in, given_b
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
+    MOST_ENTRIES,
     bases_of,
     class_table,
     file_of_module,
@@ -369,8 +370,14 @@ class Notes:
                 self._found += parts_of(value)
             if type(value) is MethodType:
                 self._take_object("self", value.__self__)
-            if not is_plain(value) or isinstance(value, Tensor):
-                self._known.setdefault(id(value), (value, Path(path.root, path.parts[:depth])))
+            reached = [(value, path.parts[:depth])]
+            if type(value) in (dict, list, tuple) and len(value) <= MOST_ENTRIES:  # which is read by a key of its own
+                entries = value.items() if type(value) is dict else enumerate(value)
+                steps = [(entry, PathStep(False, key)) for key, entry in entries if is_plain(key)]
+                reached += [(entry, (*path.parts[:depth], step)) for entry, step in steps]
+            for each, parts in reached:
+                if not is_plain(each) or isinstance(each, Tensor):
+                    self._known.setdefault(id(each), (each, Path(path.root, parts)))
 
 
 def unreadable(error: Exception, function: str = "") -> str:

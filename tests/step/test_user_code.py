@@ -10,7 +10,9 @@ SEEDS = 400
 
 
 def cases() -> list[Any]:
-    return [pytest.param(seed, marks=[pytest.mark.seeds] if seed >= 24 else []) for seed in range(SEEDS)]
+    return [
+        pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.seeds] if seed >= 24 else []) for seed in range(SEEDS)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # the warnings of both runs are judged

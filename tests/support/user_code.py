@@ -221,15 +221,13 @@ class Recurs(Piece):
 
 
 class LooksAtWeights(Piece):
-    """Asks weights for their dtype, identity, attributes and values."""
+    """Asks weights for their dtype, attributes and values. Identity is none that modules in parts keep, by the docs."""
 
     def __init__(self, pick: random.Random, place: int) -> None:
         super().__init__(pick, place)
-        self.look = pick.randint(0, 4)
-        self.rates: dict[int, float] = {}
+        self.look = pick.randint(0, 3)
 
     def between(self, i: int, net: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.rates = {id(param): 0.5 for param in net.parameters()}
         for param in net.parameters():
             param.factor = 0.25
 
@@ -238,10 +236,8 @@ class LooksAtWeights(Piece):
         if self.look == 0:
             return h * (2.0 if weight.dtype is torch.float32 else 1.0)
         if self.look == 1:
-            return h * (1.0 - self.rates.get(id(weight), 0.0))
-        if self.look == 2:
             return h * (1.0 + getattr(weight, "factor", 0.0))
-        if self.look == 3:
+        if self.look == 2:
             return h + weight.abs().mean()
         (slope,) = torch.autograd.grad((h @ weight.t()).sum(), weight, retain_graph=True)
         return h + slope.mean()

@@ -123,7 +123,8 @@ class WarmUp:
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
         """
         session, state, answer = self._session, self._state, layout.answer
-        known, held = state.tensors().keys(), state.watch.held_tensors()
+        known = state.tensors().keys()
+        held = None if cold.calls else state.watch.held_tensors()
         other_answer = bool(answer.problem_when_hidden)
 
         def looked() -> Any:
@@ -151,7 +152,7 @@ class WarmUp:
         # repeated, if the warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
         is_first = cold.calls == 0 and session.warmup > 2
         has_made = state.is_undecided() or state.tensors().keys() != known
-        has_kept = cold.calls == 0 and held.have_begun()
+        has_kept = held is not None and held.have_begun()
         if has_kept or (preflight.findings and (is_first or has_made)):
             if is_first or has_kept:
                 layout.count_call(cold)

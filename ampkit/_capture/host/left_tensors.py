@@ -5,7 +5,7 @@ a replay puts it where the call would have put its own.
 """
 
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -54,21 +54,19 @@ class LeftTensors:
 
     def taken(self) -> list[tuple[Any, Any, Any]]:
         """Return what holds something else now that has tensors in it: the dict or list, the key, and the value."""
-        return [
-            (table, key, value)
-            for table, before in self._before
-            for key, value in _entries(table)
-            if value is not (was := before.get(key, ABSENT)) and id(was) not in self._compared and tensors_in(value)
-        ]
+        return [(table, key, value) for table, key, value, was in self._new() if id(was) not in self._compared]
 
     def have_begun(self) -> bool:
         """Return whether there is a tensor where none was: calls to come may read it."""
-        return any(
-            tensors_in(value) and not tensors_in(before.get(key))
-            for table, before in self._before
-            for key, value in _entries(table)
-            if value is not before.get(key)
-        )
+        return any(not tensors_in(was) for _, _, _, was in self._new())
+
+    def _new(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield what holds something else now that has tensors in it: table, key, and value, and what was there."""
+        for table, before in self._before:
+            for key, value in _entries(table):
+                was = before.get(key, ABSENT)
+                if value is not was and tensors_in(value):
+                    yield table, key, value, was
 
 
 def put(left: list[tuple[Any, Any, Any]]) -> None:

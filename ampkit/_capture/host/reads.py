@@ -62,9 +62,9 @@ from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
-from ..._user_line import is_users_file, line_text
+from ..._user_line import line_text
 from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names
-from .code import Scope, functions_of, unbound
+from .code import Scope, functions_of
 from .constants import (
     ABSENT,
     MOST_ENTRIES,
@@ -77,7 +77,6 @@ from .constants import (
     TensorReference,
     around_entries,
     bases_of,
-    class_table,
     constant,
     different,
     file_of_module,
@@ -94,6 +93,7 @@ from .constants import (
     size,
 )
 from .executed import Executed
+from .functions import Methods, parts_of, users_function
 from .objects import HeldTable, any_name, holders, holds_others
 from .profiling import seeing_calls
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
@@ -126,7 +126,7 @@ class _Source(NamedTuple):
         themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
         with without_torch_function():
             found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
-            if function := _users_function(self.value):
+            if function := users_function(self.value):
                 found["()"] = parts_of(function)
             for holder in self.holders:
                 classes = {holder.texts[key]: type(holder.table[key]) for key in holder.inner}
@@ -334,7 +334,7 @@ class Reads:
             is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
             return is_there and all(map(names.has_somewhere, _IDENTIFIER.findall(text)))
 
-        methods = _Methods(kinds)
+        methods = Methods(kinds)
         found[methods.key] = methods.found()
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
         for table, key in chain.from_iterable(source.way for source in sources):
@@ -343,7 +343,7 @@ class Reads:
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
         on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        called = [value for source in sources if (value := _users_function(source.value))] + methods.functions
+        called = [value for source in sources if (value := users_function(source.value))] + methods.functions
         readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
         readers += methods.readers()
         roots = [path.root for path in compared.values()]
@@ -435,48 +435,6 @@ class Reads:
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
-
-
-class _Methods:
-    """The methods that the user's own classes of modules have.
-
-    Code that is written anew, as by IPython's autoreload, changes functions in place.
-
-    Args:
-        kinds: the classes of the modules.
-
-    Attributes:
-        key: of what is noted of them.
-        functions: the functions.
-    """
-
-    key = ("methods",)
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
-        pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
-        self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
-        self.functions = [function for _, _, function in self._found]
-
-    def found(self) -> dict[str, Any]:
-        """Return what is noted of each of them, by its name."""
-        return {f"{kind.__module__}.{kind.__qualname__}.{name}": parts_of(each) for kind, name, each in self._found}
-
-    def readers(self) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
-        """Yield functions that read what this depends on, and what to pass to them."""
-        for kind in dict.fromkeys(kind for kind, _, _ in self._found):
-            yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
-
-
-def _users_function(value: Any) -> FunctionType | None:
-    found = unbound(value)
-    return found if type(found) is FunctionType and is_users_file(found.__code__.co_filename) else None
-
-
-def parts_of(function: FunctionType) -> tuple[Any, ...]:
-    """Return what is noted of a function: its code, and what its arguments are by default."""
-    by_name = function.__kwdefaults__ or {}
-    return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))
 
 
 def _is_looked_into(module: nn.Module) -> bool:

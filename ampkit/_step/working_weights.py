@@ -27,7 +27,7 @@ from .._torch.tensors.modes import WatchingMode, enter
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.operators import TO_COPY
 from .._torch.tensors.tensors import foreach_add_, foreach_copy_
-from .._torch.tensors.tree import tree_flatten
+from .._torch.tensors.tree import tensors_in
 from .._undo import Undo
 from .._user_line import wraps_operations
 
@@ -214,10 +214,9 @@ class _Uses(WatchingMode):
         self.casts: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_flatten((args, kwargs))[0]:
-            if isinstance(leaf, Tensor):
-                self.all[id(leaf)] += 1
-                self.casts[id(leaf)] += func is TO_COPY
+        for tensor in tensors_in((args, kwargs)):
+            self.all[id(tensor)] += 1
+            self.casts[id(tensor)] += func is TO_COPY
         with autocast_of_parts(func):
             return func(*args, **(kwargs or {}))
 

@@ -1,5 +1,6 @@
 """What a capture records is compared with the eager call before it; user code does not learn that it is captured."""
 
+import json
 import random
 import time
 import types
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._capture.compare import call_record
 from ampkit._capture.compare.call_record import first_difference, recorded_call
 from ampkit._capture.compare.rehearsal import Rehearsal
 from ampkit._capture.graph import capture_query as _capturing
@@ -408,6 +410,25 @@ def test_a_recorder_leaves_nothing_behind() -> None:
     assert [op.text.partition("(")[0] for op in outer.record.threads[0]].count("aten::mul.Tensor") == 1
     assert torch.overrides.has_torch_function is has
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_both_ways_to_read_a_trace_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace as this torch writes it is read by a pattern; another one is decoded as JSON, more slowly."""
+    layer = nn.Linear(4, 4)
+    with recorded_call() as recorder:
+        x = torch.randn(3, 4)[:, 1:].as_strided((3, 2), (4, 1), 1)
+        torch.cat([layer(torch.ones(2, 4)), torch.stack([x.new_zeros(4), x.new_ones(4)])], 0).sum().backward()
+    assert recorder.record is not None
+    quick = call_record._read_entries(recorder.text)
+    slow = call_record._decoded_entries(recorder.text)
+    assert quick.keys() == slow.keys()
+    for i, entry in quick.items():
+        assert entry._replace(inputs="") == slow[i]._replace(inputs="")
+        assert json.loads(entry.inputs) == json.loads(slow[i].inputs)
+    torn = recorder.text.replace('"outputs"', '"results"')  # as of another version
+    assert call_record._read_entries(torn).keys() == slow.keys()
+    monkeypatch.setattr(call_record, "_decoded_entries", lambda text: {})
+    assert call_record._read_entries(recorder.text) == quick
 
 
 def test_a_difference_names_both_operations() -> None:

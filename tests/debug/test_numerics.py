@@ -852,7 +852,8 @@ def test_observed_replays_never_wait() -> None:
             watch.figures()
     report = watch.report()
     assert step.captures == 2
-    assert (report.steps, report.step) == (24, 22)
+    assert report.steps == 24
+    assert report.step in (22, 23)  # behind a skipped step the next one is observed, whenever the host learns of it
     assert report.observed >= 12
     assert report.first_overflow is not None
     assert report.first_overflow.step >= 14

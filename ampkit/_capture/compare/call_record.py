@@ -1,10 +1,12 @@
 """A record of the operations of one call, and where two records first differ."""
 
+import functools
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
@@ -65,10 +67,24 @@ class RecordedCall:
     """What `recorded_call` yields.
 
     Attributes:
-        record: the operations of the call. None before its end, and if torch can write no trace (`execution_trace`).
+        lenient: see `recorded_call`.
+        text: torch's trace of the call, "" before its end, and if torch can write none (`execution_trace`).
+        calls: the calls from Python that have marks in it.
     """
 
-    record: Record | None = None
+    lenient: bool = False
+    text: str = ""
+    calls: list[_PythonCall] = field(default_factory=list)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a record."""
+        return f'"{_FIRST}"' in self.text
+
+    @functools.cached_property
+    def record(self) -> Record | None:
+        """The operations of the call; None if there is no record. It takes as long as dozens of calls."""
+        return _parsed(_read_entries(self.text), self.calls, self.lenient) if self.is_recorded else None
 
 
 @contextmanager
@@ -85,14 +101,14 @@ def recorded_call(numbers: bool = True, lenient: bool = False) -> Iterator[Recor
         lenient: whether to leave out what torch does only on a CPU, where graphs are emulated: its optimizers compute
             with step counts on the host, and inside one operation it may do different things for different values.
     """
-    found, calls = RecordedCall(), _Calls()
+    calls = _Calls()
+    found = RecordedCall(lenient, calls=calls.made)
     with execution_trace() as trace:
         if trace.begun:
             exit_mark(enter_mark(_FIRST))  # shows in the trace which thread this is
         with _calls_noted(calls) if numbers and trace.begun else nullcontext():
             yield found
-    if trace.begun:
-        found.record = _parsed(list(_read_entries(trace.text)), calls.made, lenient)
+    found.text = trace.text
 
 
 @contextmanager
@@ -163,8 +179,18 @@ _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_co
 # In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).
 _WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned"))
 _AS_STRIDED = "aten::as_strided"  # and what begins with it
-_OFFSET = 2  # of what the trace says of a tensor: where in its storage it begins
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
+# How torch 2.11 writes an entry (csrc/profiler/standalone/execution_trace_observer.cpp), and a tensor in that: its
+# number, that of its memory, where it begins in that, how many numbers it has, their bytes, and its device.
+_TEXT = r'"((?:[^"\\]|\\.)*)"'
+_ENTRY = re.compile(
+    rf'"id": (\d+), "name": {_TEXT}, "ctrl_deps": (\d+),\s*"inputs": (.*),\s*"outputs": .*\s*"attrs": '
+    r'\[\{"name": "rf_id", "type": "uint64", "value": (\d+)\}.*?\{"name": "seq_id", "type": "int64", "value": (-?\d+)\}'
+    r'.*?\{"name": "scope", "type": "uint64", "value": (\d+)\}.*?\{"name": "tid", "type": "uint64", "value": (\d+)\}'
+    rf'.*?\{{"name": "op_schema", "type": "string", "value": {_TEXT}\}}'
+)
+_HAS_INPUTS = '"inputs": {"values": '
+_TENSOR = re.compile(r'\[\d+,\d+,(\d+),\d+,\d+,("[^"]*")\]')
 
 
 class _Entry(NamedTuple):
@@ -175,23 +201,48 @@ class _Entry(NamedTuple):
     begun: int  # its number by the time at which it began
     parent: int
     sequence: int  # of the autograd node that it made, or is the backward of
-    inputs: Mapping[str, Any]
+    inputs: str  # as JSON
 
 
-def _read_entries(text: str) -> Iterator[Any]:
-    """Yield the entries of a trace. It is no valid JSON: commas are missing where several threads wrote at a time."""
+def _read_entries(text: str) -> dict[int, _Entry]:
+    """Return the entries of a trace by their ids."""
+    found = {
+        int(i): _Entry(name, schema, int(scope), int(thread), int(begun), int(parent), int(sequence), inputs)
+        for i, name, parent, inputs, begun, sequence, scope, thread, schema in _ENTRY.findall(text)
+    }
+    return found if len(found) == text.count(_HAS_INPUTS) else _decoded_entries(text)
+
+
+def _decoded_entries(text: str) -> dict[int, _Entry]:
+    """Return the same, as slow as Python's JSON, of a trace that is written in another way, or by several threads.
+
+    Such a trace is no valid JSON: commas are missing where several threads wrote at a time.
+    """
     decoder, place = json.JSONDecoder(), max(0, text.find('"nodes": ['))  # behind the head of the file
+    entries = {}
     while (start := text.find("{", place)) >= 0:
         try:
-            entry, place = decoder.raw_decode(text, start)
-            yield entry
+            written, place = decoder.raw_decode(text, start)
         except ValueError:
             place = start + 1  # only a part of an entry was written
+            continue
+        if "ctrl_deps" in written:
+            has = {attribute["name"]: attribute["value"] for attribute in written["attrs"]}
+            entries[written["id"]] = _Entry(
+                written["name"],
+                str(has.get("op_schema", "")),
+                int(has["scope"]),
+                int(has["tid"]),
+                int(has["rf_id"]),
+                int(written["ctrl_deps"]),
+                int(has["seq_id"]),
+                json.dumps(written["inputs"]),
+            )
+    return entries
 
 
-def _parsed(written: list[Any], calls: list[_PythonCall], lenient: bool) -> Record | None:
+def _parsed(entries: dict[int, _Entry], calls: list[_PythonCall], lenient: bool) -> Record | None:
     """Return the record that a trace has; None if it does not show which thread called."""
-    entries = {entry["id"]: _entry_of(entry) for entry in written if "ctrl_deps" in entry}
     ordered = sorted(entries, key=lambda i: entries[i].begun)
     main = next((entries[i].thread for i in ordered if entries[i].name == _FIRST), None)
     if main is None:
@@ -227,20 +278,6 @@ def _is_within_function(entry: _Entry, entries: dict[int, _Entry]) -> bool:
             return parent.scope == _FUNCTION
         entry = parent
     return False
-
-
-def _entry_of(written: Any) -> _Entry:
-    attributes = {attribute["name"]: attribute["value"] for attribute in written["attrs"]}
-    return _Entry(
-        written["name"],
-        str(attributes.get("op_schema", "")),
-        int(attributes["scope"]),
-        int(attributes["tid"]),
-        int(attributes["rf_id"]),
-        int(written["ctrl_deps"]),
-        int(attributes["seq_id"]),
-        written["inputs"],
-    )
 
 
 class _Owners:
@@ -286,16 +323,24 @@ class _Owners:
 def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | None, autograd_node: str) -> Operation:
     if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
         return Operation(entry.name, (), call, autograd_node)
-    names = [text.split("=")[0].split(" ")[-1] for text in entry.schema.partition("(")[2].split(", ") if text != "*"]
-    kept = [i for i in range(len(entry.inputs["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
-    values, shapes, types, strides = (
-        [entry.inputs[kind][i] for i in kept] for kind in ("values", "shapes", "types", "strides")
-    )
-    if entry.name.startswith(_AS_STRIDED):
+    # The numbers of tensors and of their memory are others in each call.
+    text, strides, devices = _described_inputs(entry.schema, entry.name, _TENSOR.sub(r"[\1,\2]", entry.inputs))
+    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
+    return Operation(text, (strides, devices, from_python), call, autograd_node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described_inputs(schema: str, name: str, inputs: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the text of an operation, and strides and devices of its arguments."""
+    of = json.loads(inputs)
+    names = [text.split("=")[0].split(" ")[-1] for text in schema.partition("(")[2].split(", ") if text != "*"]
+    kept = [i for i in range(len(of["types"])) if i >= len(names) or names[i] not in _RANDOM_STATE]
+    values, shapes, types, strides = ([of[kind][i] for i in kept] for kind in ("values", "shapes", "types", "strides"))
+    if name.startswith(_AS_STRIDED):
         # The batch of an eager call, or of one of several calls, may be a part of a larger tensor. Then `x[:, 1:]`,
         # which is an `as_strided` for torch, has an offset in that, and in the buffer of a graph another one. So the
         # offset is counted from where its tensor begins.
-        begin = values[0][_OFFSET]
+        begin = values[0][0]
         pairs = zip(values[1:], types[1:], strict=True)
         values[1:] = [value - begin if kind == "Int" else value for value, kind in pairs]
     arguments = [
@@ -306,10 +351,8 @@ def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | N
         else str(value)
         for value, shape, kind in zip(values, shapes, types, strict=True)
     ]
-    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
     devices = tuple(str(value[-1]) for value, kind in zip(values, types, strict=True) if kind.startswith("Tensor("))
-    text = f"{entry.schema.partition('(')[0] or entry.name}({', '.join(arguments)})"
-    return Operation(text, (json.dumps(strides), devices, from_python), call, autograd_node)
+    return f"{schema.partition('(')[0] or name}({', '.join(arguments)})", json.dumps(strides), devices
 
 
 # -------------------------------------------------------------------------------------------------------- comparison

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..._torch.compile import noticing_compiled_code
 from ..graph.capture_query import recording
-from .call_record import Record, RecordedCall, first_difference, recorded_call
+from .call_record import RecordedCall, first_difference, recorded_call
 
 _MOST_MISSED = 4  # calls; after that many, the profiler or the thread that is in the way is expected to stay
 
@@ -28,8 +28,8 @@ class Rehearsal:
 
     lenient: bool
     numbers: bool = False
-    _eager: Record | None = None
-    _captured: Record | None = None
+    _eager: RecordedCall | None = None
+    _captured: RecordedCall | None = None
     _missed: int = 0
     _reason: str = (
         "torch records the operations of a call only if no ExecutionTraceObserver of torch.profiler is on and no other "
@@ -63,8 +63,8 @@ class Rehearsal:
         unseen = nullcontext(RecordedCall())
         with recording(), unseen if self.unseen else recorded_call(self.numbers, self.lenient) as call:
             yield
-        self._eager = call.record
-        self._missed += call.record is None
+        self._eager = call if call.is_recorded else None
+        self._missed += not call.is_recorded
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Rehearsal:
             return
         with recording(), recorded_call(self.numbers, self.lenient) as call:
             yield
-        self._captured = call.record
+        self._captured = call if call.is_recorded else None
 
     def difference(self) -> str | None:
         """Return in words where the two calls first differ, "" if nowhere; then forget them.
@@ -86,7 +86,7 @@ class Rehearsal:
         eager, captured, self._eager, self._captured = self._eager, self._captured, None, None
         if eager is None:
             return ""
-        if captured is None:
+        if captured is None or (left := eager.record) is None or (right := captured.record) is None:
             self._missed += 1
             return None
-        return first_difference(eager, captured)
+        return first_difference(left, right)

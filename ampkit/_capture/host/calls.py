@@ -161,6 +161,8 @@ class CallRecorder:
             return True
         caller = frame.f_back
         calls = None if caller is None else self._origin_in(caller)
+        if origin is Origin.PYTHON and calls is Origin.OTHERS:  # soon told, as there are many of them
+            return False
         if origin is Origin.PYTHON and caller and calls is Origin.PYTHON and id(caller.f_code) not in self._called:
             return False  # as the call of its caller, which the same code outside has made
         through = set[str]()

@@ -169,14 +169,15 @@ class DrawRecorder:
 
     def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
         """Remember what makes a tensor on the CPU of numbers alone."""
-        one = len(results) == 1 and _geometry(results[0]) is not None
+        makes = op is LIFT_FRESH or (not given and _is_repeatable(op))
+        one = makes and len(results) == 1 and _geometry(results[0]) is not None
         if op is LIFT_FRESH and one:
             if results[0].numel() <= _MOST_CONSTANTS:
                 with without_torch_function():
                     values = tuple(_to_list(results[0].detach().reshape(-1)))
                 made = DrawOperation(_made, (values, results[0].dtype, tuple(results[0].shape)), ())
                 self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
-        elif one and not given and _is_repeatable(op):
+        elif one:
             named = tuple((name, self._argument(value)) for name, value in kwargs.items())
             made = DrawOperation(op, tuple(map(self._argument, args)), named)
             self._constants[storage_address(results[0])] = weakref.ref(results[0]), made

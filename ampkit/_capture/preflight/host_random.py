@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import operator
 import random
 import struct
 import sys
@@ -45,12 +46,17 @@ class HostSources:
         return [name for name, before in self._whole.items() if before != _SOURCES[name][1]()]
 
 
+def memory_reader(address: int, size: int) -> Callable[[], bytes]:
+    """Return a function that returns these bytes. It is C code, as are many calls of it that a step is watched in."""
+    return functools.partial(operator.attrgetter("raw"), (ctypes.c_char * size).from_address(address))
+
+
 def _python_reader() -> Callable[[], Any]:
     source: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the methods of one object
     head, form = object.__basicsize__, struct.Struct(f"=i{_WORDS}I")  # RandomObject in CPython's _randommodule.c
     if type(source).__mro__[1].__basicsize__ < head + form.size:
         return random.getstate
-    read = functools.partial(ctypes.string_at, id(source) + head, form.size)
+    read = memory_reader(id(source) + head, form.size)
     *words, position = random.getstate()[1]
     return read if read() == form.pack(position, *words) else random.getstate
 
@@ -61,7 +67,7 @@ def _numpy_reader() -> Callable[[], Any]:
     if type(generator).__name__ != "MT19937":
         return _numpy_state
     position = struct.Struct("=i")  # behind the words: mt19937_state in numpy's mt19937.h
-    read = functools.partial(ctypes.string_at, generator.ctypes.state_address, 4 * _WORDS + position.size)
+    read = memory_reader(generator.ctypes.state_address, 4 * _WORDS + position.size)
     key, at, *_ = _numpy_state()
     return read if read() == key + position.pack(at) else _numpy_state
 

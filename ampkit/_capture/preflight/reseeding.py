@@ -1,6 +1,5 @@
 """Generators of random numbers that a step sets to a seed or a state, which a replay would not do."""
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._torch.tensors.modes import without_torch_function
+from .host_random import memory_reader
 
 
 class GeneratorWatch:
@@ -63,7 +63,7 @@ def _is_set_back(generator: torch.Generator, old: bytes, now: bytes, start: byte
 def _bytes(state: Tensor) -> bytes:
     """Return the bytes of a state, without an operation that a mode would see."""
     with without_torch_function():
-        return ctypes.string_at(state.data_ptr(), state.numel() * state.element_size())
+        return memory_reader(state.data_ptr(), state.numel() * state.element_size())()
 
 
 def setters() -> Iterator[tuple[str, Any, str]]:

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from ..guard import private
 
 _FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _FAST_PATH_OPS = frozenset(private(torch.ops.aten, name).default for name in _FAST_PATHS)
-_NOTHING: AbstractContextManager[None] = nullcontext()
 _exclude_key = private(torch._C, "_dispatch_tls_set_dispatch_key_excluded")
 _CPU_AUTOCAST = private(torch._C, "DispatchKey").AutocastCPU
 
@@ -25,6 +24,19 @@ class _NotedAutocast(threading.local):
 
 
 _noted_autocast = _NotedAutocast()
+
+
+class _Nothing(AbstractContextManager[None]):
+    """As `nullcontext`. But whoever watches calls of functions (`seeing_calls`) need not judge those of Python's."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+_NOTHING = _Nothing()
 
 
 def note_autocast_of_fast_paths(undo: Undo) -> None:

@@ -1,6 +1,5 @@
 """Optimizers and modules that a step uses and that are not declared, found in an eager call before the capture."""
 
-import gc
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
-from ..._torch.tensors.modules import is_module, module_tables, parts_of
+from ..._torch.tensors.modules import live_modules, module_tables, parts_of
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
@@ -73,6 +72,8 @@ class Undeclared:
             others = addresses(tensors_in([value for table in tables for value in table.values()]))
             self._state.host_tensors.note(touched.read_on_host(others))
             self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
+            for address in addresses(self._state.watch.rates()):
+                touched.uses.pop(address, None)
             if touched.uses:
                 self._look_at(touched)
 
@@ -103,7 +104,7 @@ class Undeclared:
 
     def _look_at(self, touched: Touched) -> None:
         declared = {module for top in self._state.modules.values() for module in parts_of(top)}
-        live = {made for made in gc.get_objects() if is_module(made) and type(made).__hash__ is not None}
+        live = {made for made in live_modules() if type(made).__hash__ is not None}
         owners = {module: used for module in live - declared if (used := _used(module, touched.uses))}
         owned = {id(use) for rows in owners.values() for _, _, use in rows}
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]

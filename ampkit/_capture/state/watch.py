@@ -40,6 +40,9 @@ class Rates(Protocol):
     def refresh(self) -> None:
         """Bring them up to date with `group["lr"]`. Sync: none."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return them."""
+
 
 class Scaler(Protocol):
     """What training state asks of a gradient scaler."""
@@ -300,6 +303,10 @@ class StateWatch(Generic[_G]):
         compared = [] if self._seen is None else self._seen[0].tensors
         modules = [] if self._walk is None else self._walk.modules
         return LeftTensors(modules, self._functions, set(map(id, compared)))
+
+    def rates(self) -> list[Tensor]:
+        """Return the tensors that optimizers read their learning rates from."""
+        return [tensor for rates in self._rates for tensor in rates.tensors()]
 
     def refresh_rates(self) -> None:
         """Bring the tensors that optimizers read their learning rates from up to date.

@@ -1,6 +1,7 @@
 """The dictionaries in which a module keeps its parameters, buffers, children and hooks, and a tensor its hooks."""
 
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
@@ -29,6 +30,16 @@ def is_module(value: object) -> TypeGuard[nn.Module]:
     gone.
     """
     return issubclass(type(value), nn.Module) and "_modules" in vars(value)
+
+
+def live_modules() -> list[nn.Module]:
+    """Return all modules of this process."""
+    kinds, new = dict[int, type](), [nn.Module]
+    while new:
+        kinds.update((id(kind), kind) for kind in new)
+        new = [kind for above in new for kind in type.__subclasses__(above) if id(kind) not in kinds]
+    # There are hundreds of thousands of other objects.
+    return [each for each in gc.get_objects() if id(type(each)) in kinds and is_module(each)]
 
 
 # parts_of(module): it and all modules inside, whatever a class of the user's makes of `modules`.

@@ -43,7 +43,7 @@ def graphed(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     scaler: GradScaler | None = None,
     warmup: int = 3,
-    verify: int = 0,
+    verify: int | str = 0,
     on_failure: str = "parts",
     graph: str = "auto",
     generators: Sequence[torch.Generator] = (),

@@ -53,7 +53,7 @@ def graphed_step(
     buckets: Buckets | None = None,
     warmup: int = 3,
     after_step: Callable[[nn.Module], object] | None = None,
-    verify: int = 0,
+    verify: int | str = 0,
     numerics: Observer | None = None,
     on_failure: str = "parts",
     graph: str = "auto",
@@ -102,12 +102,14 @@ def graphed_step(
             and the capture must record the same operations.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
             of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
-        verify: compare this many replays, the first ones, bit by bit with eager steps from the same state. If they
+        verify: compare this many replays, the first ones, bit by bit with eager steps from the same state; or "sparse":
+            the first replay of each graph, and then one in the 16th, 256th, 4096th and each 50,000th call. If they
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
             takes the time of two steps and memory for a few copies of the state. If kernels are not deterministic, it
             takes up to eleven steps, and a tensor may differ by ten times as much as it does between replays. With one
             process, as many of the first launches of `scan` and `window` are compared too. Under
-            `DistributedDataParallel` and `fully_shard` all ranks compare in the same calls.
+            `DistributedDataParallel` and `fully_shard` all ranks compare in the same calls. Where there is no memory
+            for it, nothing is compared, and a warning says so once.
         numerics: what `ampkit.debug.numerics(model)` returned. It measures in some of the steps and changes no bit of
             any step. Steps in which it measures get graphs of their own, warmed up in the same way.
         on_failure: "parts": if the optimizer cannot be captured, warn once, capture forward and backward, and step the

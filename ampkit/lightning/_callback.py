@@ -44,7 +44,7 @@ class AmpkitCallback(Callback):
         warmup: eager steps per input layout before it is captured.
         max_graphs: the callback keeps at most this many graphs.
         memory_budget: bytes that all graphs may take together. None sets no limit.
-        verify: compare this many replays, the first ones, with eager steps, bit by bit.
+        verify: compare this many replays, the first ones, with eager steps, bit by bit; or "sparse", a few in a run.
         on_failure: "parts" warns if the optimizer cannot be captured, captures forward and backward, and steps it
             eagerly behind each graph. It warns of a line that cannot be captured, and captures the modules around it
             and the update of the parameters one by one. If nothing can be captured, or if the batch or a setting was
@@ -83,7 +83,7 @@ class AmpkitCallback(Callback):
         warmup: int = 3,
         max_graphs: int = 16,
         memory_budget: int | None = None,
-        verify: int = 0,
+        verify: int | str = 0,
         on_failure: str = "parts",
         annotate: bool = False,
         host_writes: str = "name",

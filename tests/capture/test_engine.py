@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
-from ampkit._capture.compare.verify import verified
+from ampkit._capture.compare.verify import Verifier
 from ampkit._capture.ranks.ranks import Ranks
 from ampkit._capture.state.state import TrainingState
 
@@ -500,7 +500,7 @@ def test_bits_that_verify_measures_as_equal() -> None:
         "zero": (torch.tensor([0.0]), torch.tensor([-0.0])),
     }
     for left, right in kinds.values():
-        verdict = verified(left.clone, right.clone, TrainingState({"m": module}, []), (), ALONE)
+        verdict = Verifier(TrainingState({"m": module}, []), (), ALONE).compare(left.clone, right.clone)
         assert "output is not what eager computes" in verdict.problem
 
 
@@ -540,7 +540,7 @@ def test_verify_compares_other_layouts(layout: str) -> None:
     assert step.replays == 3
     assert out.aux.layout is make_other(x).layout
     other = x + torch.eye(2, 4)
-    verdict = verified(lambda: make_other(x), lambda: make_other(other), TrainingState({}, []), (), ALONE)
+    verdict = Verifier(TrainingState({}, []), (), ALONE).compare(lambda: make_other(x), lambda: make_other(other))
     named = {"mkldnn": "output", "nested": "output (component 0)", "jagged": "output (component 0)"}
     named["quantized"] = "output (integers)"
     assert f"{named.get(layout, 'output (values)')} is not what eager computes" in verdict.problem
@@ -552,7 +552,7 @@ def test_verify_compares_where_sparse_values_are() -> None:
     others = {"indices": sparse([0, 2], values), "shape": sparse([0, 1], values, 5)}
     for part, other in others.items():
         ours = sparse([0, 1], values)
-        verdict = verified(ours.clone, other.clone, TrainingState({}, []), (), ALONE)
+        verdict = Verifier(TrainingState({}, []), (), ALONE).compare(ours.clone, other.clone)
         assert f"output ({part}) is not what eager computes" in verdict.problem
 
 
@@ -631,7 +631,7 @@ def test_verify_tells_noise_of_kernels_from_state_of_the_host(
 ) -> None:
     """A difference as large as between replays is allowed. A larger one comes from the host."""
     step = Noisy(noise, host)
-    verdict = verified(step.replay, step.eager, step.state, (), ALONE)
+    verdict = Verifier(step.state, (), ALONE).compare(step.replay, step.eager)
     assert bool(verdict.problem) == (not right), verdict
     assert bool(verdict.noise) == bool(noise)
     if not right:
@@ -649,9 +649,8 @@ def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
         module.get_buffer("noisy").fill_(rng.random())
         module.get_buffer("counted").fill_(value)
 
-    verdict = verified(
-        lambda: step(1.0), lambda: step(1.0 + 1e-6 * next(counter)), TrainingState({"model": module}, []), (), ALONE
-    )
+    verifier = Verifier(TrainingState({"model": module}, []), (), ALONE)
+    verdict = verifier.compare(lambda: step(1.0), lambda: step(1.0 + 1e-6 * next(counter)))
     assert verdict.problem.startswith("model.counted is not what eager computes")
     assert verdict.noise.startswith("replays differ from each other by up to")
     assert "(model.noisy)" in verdict.noise
@@ -661,11 +660,11 @@ def test_verify_allows_no_difference_under_deterministic_algorithms() -> None:
     """If torch refuses kernels that make noise, no difference is excused; if it only warns of them, noise is."""
     step = Noisy(1e-6, lambda: 1.0)
     with deterministic():
-        verdict = verified(step.replay, step.eager, step.state, (), ALONE)
+        verdict = Verifier(step.state, (), ALONE).compare(step.replay, step.eager)
         assert "is not what eager computes" in verdict.problem
         assert (verdict.noise, step.replays) == ("", 1)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        verdict = verified(step.replay, step.eager, step.state, (), ALONE)
+        verdict = Verifier(step.state, (), ALONE).compare(step.replay, step.eager)
         assert (verdict.problem, bool(verdict.noise)) == ("", True)
 
 

@@ -68,7 +68,7 @@ class Case(NamedTuple):
     event: str = ""
     refused: str = ""
     gpu: bool = False
-    verify: int = 0
+    verify: int | str = 0
     numerics: bool = False
     compile: str | None = None
 
@@ -114,6 +114,7 @@ CASES = {
     "evaluation": Case("batch norm", event="evaluation"),
     "verify": Case("batch norm", {"gradient_as_bucket_view": True}, hook="fp16", policy="bfloat16", verify=3),
     "verify, accumulate": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 15), verify=4),
+    "verify, sparse": Case("batch norm", policy="float16", accumulate=2, overflows=(1, 15), verify="sparse"),
     "verify, differs": Case(event="differs", verify=2, refused="is not what eager computes"),
     "numerics": Case("batch norm", policy="float16", max_norm=0.5, overflows=(1, 16), numerics=True),
     "second step": Case(event="second step", max_norm=0.5),
@@ -137,7 +138,7 @@ ON_GPUS = (
     *("sync batch norm", "side stream", "trained before, static", "loss kept", "evaluation", "verify"),
     *("verify, differs", "numerics", "second step", "compiled, bfloat16", "compiled, accumulate", "compiled, float16"),
     *("compiled, other size", "compiled, unused", "compiled, fails", "compiled, max"),
-    *("find unused, all used", "find unused, bfloat16", "find unused, other layout"),
+    *("verify, sparse", "find unused, all used", "find unused, bfloat16", "find unused, other layout"),
 )
 ODD_CALLS = (1, 7)  # in which rank 1 has a smaller batch, by "other size", or all ranks, by "other sizes"
 

@@ -75,7 +75,7 @@ class Case(NamedTuple):
     behind: bool = False
     event: str = ""
     copies: int = 1
-    verify: int = 0
+    verify: int | str = 0
     numerics: bool = False
     memory: bool = False
 
@@ -118,6 +118,7 @@ CASES = {
     "waits": Case("transformer", dtype=LOW, max_norm=0.5, event="waits"),
     "raises": Case("transformer", dtype=LOW, max_norm=0.5, event="raises"),
     "verify": Case("transformer", dtype=LOW, max_norm=0.5, verify=3),
+    "verify sparse": Case("transformer", dtype=LOW, max_norm=0.5, verify="sparse"),
     "verify float16": Case(policy="float16", max_norm=0.5, accumulate=2, overflows=(1, 8), verify=4),
     "verify, not resharded": Case("grouped", False, dtype=LOW, verify=2),
     "verify, differs": Case("transformer", dtype=LOW, verify=4, event="differs"),
@@ -146,7 +147,17 @@ FOUR_RANKS = {
 ON_GPUS = (
     *("float32", "bfloat16", "bfloat16, resharded", "policy", "float16", "float16 weights", "accumulate float16"),
     *("behind", "tied", "compiled blocks", "evaluation", "resume float16", "exception", "scan", "windows float16"),
-    *("other size", "waits", "raises", "verify", "verify, differs", "numerics", "graphed float16", "copies float16"),
+    *(
+        "other size",
+        "waits",
+        "raises",
+        "verify",
+        "verify sparse",
+        "verify, differs",
+        "numerics",
+        "graphed float16",
+        "copies float16",
+    ),
 )
 GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
 

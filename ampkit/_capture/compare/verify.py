@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,128 +33,176 @@ class Verdict(NamedTuple):
         outputs: the outputs of the eager call. The state is what that call has left.
         problem: what the replay did wrong, "" if nothing.
         noise: how much replays differ from each other, in words; "" if they agree or were not compared.
+        skipped: why nothing was compared, "" if it was. Then outputs and state are those of the replay.
     """
 
     outputs: Any
-    problem: str
-    noise: str
+    problem: str = ""
+    noise: str = ""
+    skipped: str = ""
 
 
-def verified(
-    replay: Callable[[], Any],
-    eager: Callable[[], Any],
-    state: TrainingState,
-    generators: Sequence[torch.Generator],
-    ranks: Ranks,
-) -> Verdict:
-    """Replay, restore the state, call eagerly, and compare state, outputs and random numbers.
+@dataclass(frozen=True)
+class Verifier:
+    """Makes a replay and an eager call from one saved state, and compares state, outputs and random numbers.
 
     Under deterministic algorithms the two must be equal. Otherwise, if they differ, both are repeated. A replay runs no
     Python code, so differences between replays are the noise of the kernels. In each tensor, an eager step may differ
     from the replay by `NOISE` times as much as replays differ from each other. A larger difference comes from the host.
 
-    Behind this call the state is what an eager call has left.
+    Behind a comparison the state is what an eager call has left.
 
     All ranks do this in the same call. They repeat the two together, and if one finds a difference, all have a problem.
 
     Args:
-        replay: does the step. Its outputs may be overwritten later.
-        eager: does the same step, from the same state.
         state: all that the two may change.
         generators: the generators that they draw from, beside the default ones.
         ranks: the processes that exchange gradients in both.
+        emulated: whether a replay runs the function again. Then no difference is taken for noise of the kernels.
 
     Memory: up to four copies of the state. Time: a replay and an eager step. If they differ, two more replays and one
     more eager step. If replays differ too, six more and one more eager step before that counts as an error. Sync: waits
     for the device.
     """
-    start = Snapshot(state, generators)
-    with Undo() as undo:
-        undo.note(start.restore)
-        verdict = _compared(start, replay, eager, state, generators, ranks)
-        undo.forget()
-    return verdict
 
+    state: TrainingState
+    generators: Sequence[torch.Generator]
+    ranks: Ranks
+    emulated: bool = False
 
-def verified_replay(
-    captured: Captured,
-    eager: Callable[..., Any],
-    leaves: Sequence[Any],
-    state: TrainingState,
-    generators: Sequence[torch.Generator],
-    ranks: Ranks,
-) -> Verdict:
-    """Replay a graph and call `eager(*args, **kwargs)` on the same batch, see `verified`.
+    def of_graph(
+        self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any], pool_bytes: int
+    ) -> Verdict:
+        """Compare a replay of a graph with `eager(*args, **kwargs)` on the same batch.
 
-    The tensors of the batch are changed in place as the eager call would change them.
+        The tensors of the batch are changed in place as the eager call would change them. Where there is no memory for
+        it, on this rank or another one, nothing is compared. If an eager call of one of several ranks runs out of
+        memory all the same, that raises, because the others wait in it.
 
-    Raises:
-        InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
-    """
-    captured.inputs.refuse_shared(leaves)  # the graph gets copies, which share no memory
-    given = captured.inputs.copies_of(leaves)
-    used: list[Any] = []  # by the last eager call
+        Args:
+            captured: the graph.
+            eager: the function.
+            leaves: the batch.
+            pool_bytes: memory of the graphs, which an eager call does not use.
 
-    def call() -> Any:
-        used[:] = captured.inputs.copies_of(given)
-        args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
-        return eager(*args, **kwargs)
+        Raises:
+            InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
+        """
+        captured.inputs.refuse_shared(leaves)  # the graph gets copies, which share no memory
+        if not self.ranks.agree(self._has_room(pool_bytes)):
+            return Verdict(captured.replay(leaves), skipped=_NO_ROOM)
+        given = captured.inputs.copies_of(leaves)
+        used: list[Any] = []  # by the last eager call
 
-    def replay() -> Any:
-        return captured.replay(captured.inputs.copies_of(given))
+        def call() -> Any:
+            used[:] = captured.inputs.copies_of(given)
+            args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
+            return eager(*args, **kwargs)
 
-    verdict = verified(replay, call, state, generators, ranks)
-    for leaf, after in zip(leaves, used, strict=True):
-        if isinstance(leaf, Tensor) and version(after):  # changed in place
-            leaf.copy_(after)
-    return verdict
+        try:
+            verdict = self.compare(lambda: captured.replay(captured.inputs.copies_of(given)), call)
+        except torch.OutOfMemoryError:  # the state is as it was before
+            if self.ranks.several:
+                raise
+            return Verdict(captured.replay(leaves), skipped=_NO_ROOM)
+        finally:
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # copies of the state, which no step needs
+        for leaf, after in zip(leaves, used, strict=True):
+            if isinstance(leaf, Tensor) and version(after):  # changed in place
+                leaf.copy_(after)
+        return verdict
 
+    def _has_room(self, pool_bytes: int) -> bool:
+        """Return whether there is memory for copies of the state, and for an eager call beside the graphs.
 
-def _compared(
-    start: Snapshot,
-    replay: Callable[[], Any],
-    eager: Callable[[], Any],
-    state: TrainingState,
-    generators: Sequence[torch.Generator],
-    ranks: Ranks,
-) -> Verdict:
-    replayed = _results(replay(), state, generators)
-    start.restore()
-    averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
-    with _WriteWatch(state, averaged, ranks.shards.gathered_addresses) as watch:
-        outputs = eager()
-    watch.undo()
-    expected = _results(outputs, state, generators)
-    if not ranks.agree(not watch.undeclared):
-        return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs, "")
-    wrong = _differences(expected, replayed)
-    if ranks.agree(not wrong):
-        return Verdict(outputs, "", "")
-    # If torch only warns of kernels whose results vary, they run.
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs, "")
-    noise: dict[str, float] = {}  # by how much replays differ from each other, by path
-    for more in _REPLAYS:
-        for _ in range(more):
-            start.restore()
-            _keep_larger(noise, _differences(replayed, _results(replay(), state, generators)))
+        Ranks must know it beforehand: one that fails in a backward keeps the others waiting.
+        """
+        tensors = [local_shard(tensor) for tensor in self.state.tensors().values()]
+        on_device = [tensor for tensor in tensors if tensor.is_cuda]
+        needed = _COPIES * sum(tensor.nbytes for tensor in on_device) + pool_bytes
+        try:
+            if on_device:
+                torch.empty(needed, dtype=torch.uint8, device=on_device[0].device)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def compare(self, replay: Callable[[], Any], eager: Callable[[], Any]) -> Verdict:
+        """Compare a replay with an eager call.
+
+        Args:
+            replay: does the step. Its outputs may be overwritten later.
+            eager: does the same step, from the same state.
+        """
+        start = Snapshot(self.state, self.generators)
+        with Undo() as undo:
+            undo.note(start.restore)
+            verdict = self._compared(start, replay, eager)
+            undo.forget()
+        return verdict
+
+    def _compared(self, start: Snapshot, replay: Callable[[], Any], eager: Callable[[], Any]) -> Verdict:
+        ranks = self.ranks
+        replayed = self._results(replay())
         start.restore()
-        outputs = eager()
-        _keep_larger(wrong, _differences(_results(outputs, state, generators), replayed))
-        beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
-        if ranks.agree(not noise or not beyond):
-            break
-    said = ""
-    if noise:
-        path, most = max(noise.items(), key=lambda pair: pair[1])
-        said = (
-            f"replays differ from each other by up to {most:.1e} of a tensor's largest value ({path}), because their "
-            f"kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as much as "
-            "between replays."
-        )
-    if ranks.agree(not beyond):
-        return Verdict(outputs, "", said)
-    return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
+        averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
+        with _WriteWatch(self.state, averaged, ranks.shards.gathered_addresses) as watch:
+            outputs = eager()
+        watch.undo()
+        expected = self._results(outputs)
+        if not ranks.agree(not watch.undeclared):
+            return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs)
+        wrong = _differences(expected, replayed)
+        if ranks.agree(not wrong):
+            return Verdict(outputs)
+        # If torch only warns of kernels whose results vary, they run.
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        if self.emulated or (torch.are_deterministic_algorithms_enabled() and not warns):
+            return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs)
+        noise: dict[str, float] = {}  # by how much replays differ from each other, by path
+        for more in _REPLAYS:
+            for _ in range(more):
+                start.restore()
+                _keep_larger(noise, _differences(replayed, self._results(replay())))
+            start.restore()
+            outputs = eager()
+            _keep_larger(wrong, _differences(self._results(outputs), replayed))
+            beyond = {path: size for path, size in wrong.items() if path not in noise or size > NOISE * noise[path]}
+            if ranks.agree(not noise or not beyond):
+                break
+        said = ""
+        if noise:
+            path, most = max(noise.items(), key=lambda pair: pair[1])
+            said = (
+                f"replays differ from each other by up to {most:.1e} of a tensor's largest value ({path}), because "
+                f"their kernels are not deterministic. So a tensor of the eager step may differ by {NOISE:g} times as "
+                "much as between replays."
+            )
+        if ranks.agree(not beyond):
+            return Verdict(outputs, noise=said)
+        return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
+
+    def _results(self, outputs: Any) -> dict[str, Tensor]:
+        """Return dense copies of everything that the step computed, by path; of a DTensor, this process's part."""
+        leaves, _ = tree_flatten_with_path(outputs)
+        named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+        named.update(self.state.tensors())
+        # A replay draws nothing from generators on the host.
+        for i, generator in enumerate(all_generators(self.generators)[1:]):
+            named[f"the state of CUDA generator {i}"] = generator.get_state()
+        return {
+            f"{path} ({name})" if name else path: part.clone()
+            for path, tensor in named.items()
+            for name, part in dense_parts(local_shard(tensor).detach()).items()
+        }
+
+
+_COPIES = 3  # before the step, behind the replay and behind the eager call
+_NO_ROOM = (
+    "there is no memory to compare a replay with an eager step: that takes three copies of parameters and optimizer "
+    "state, and what an eager step needs beside the graphs. Such replays are not compared."
+)
 
 
 def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
@@ -173,34 +222,24 @@ def _describe(wrong: dict[str, float], said: str) -> str:
     )
 
 
-def _results(outputs: Any, state: TrainingState, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-    """Return dense copies of everything that the step computed, by path; of a DTensor, this process's part."""
-    leaves, _ = tree_flatten_with_path(outputs)
-    named = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-    named.update(state.tensors())
-    # A replay draws nothing from generators on the host.
-    for i, generator in enumerate(all_generators(generators)[1:]):
-        named[f"the state of CUDA generator {i}"] = generator.get_state()
-    return {
-        f"{path} ({name})" if name else path: part.clone()
-        for path, tensor in named.items()
-        for name, part in dense_parts(local_shard(tensor).detach()).items()
-    }
-
-
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
     """Return the paths of tensors that differ in a bit, with the largest difference relative to the largest value."""
-    differences = {}
+    differences: dict[str, float] = {}
+    unequal: dict[torch.device, dict[str, Tensor]] = {}  # whether a bit differs, by device and path
     for path, left in expected.items():
         right = got.get(path)
         if right is None or right.shape != left.shape or right.dtype != left.dtype:
             differences[path] = float("inf")
-        elif not torch.equal(bits(left), bits(right)):  # sync
-            a, b = (real(part).double() for part in (left, right))
+        else:
+            unequal.setdefault(left.device, {})[path] = (bits(left) != bits(right)).any()
+    for flags in unequal.values():
+        found = torch.stack([*flags.values()]).tolist()  # sync
+        for path in (path for path, differs in zip(flags, found, strict=True) if differs):
+            a, b = (real(part).double() for part in (expected[path], got[path]))
             size, scale = (a - b).abs().max(), a.abs().max()
             relative = float(size / scale.clamp_min(torch.finfo(torch.float64).tiny))
             differences[path] = relative if relative == relative else float("inf")  # nan: one of them is not finite
-    return differences
+    return {path: differences[path] for path in expected if path in differences}
 
 
 class _WriteWatch(WatchingMode):

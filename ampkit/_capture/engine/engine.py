@@ -11,7 +11,8 @@ from ..._errors import CaptureError, InputMismatch
 from ..._torch.tensors.modes import modes
 from ..._torch.tensors.settings import settle_attention_priority
 from ..._undo import Undo
-from ..compare.verify import verified_replay
+from ..compare.schedule import ComparisonSchedule
+from ..compare.verify import Verifier
 from ..graph.cache import Captured, copied
 from ..graph.capture_query import captures, seeing_capture
 from ..graph.kernel_names import KernelTable
@@ -71,8 +72,11 @@ class Engine:
         self._told_since: int | None = None  # the number of a call
         self._early = 2  # layouts that are looked at in their first call
         self.replays: int = 0
-        # Each counts calls that are still to come.
-        self._unverified, self._starts_to_mark = session.options.verify, 0
+        # How many calls are still to come.
+        self._starts_to_mark = 0
+        options = session.options
+        self._comparisons = ComparisonSchedule(options.verify)
+        self._verifier = Verifier(self._state, options.generators, session.ranks, options.graph == "emulate")
         problem = session.options.why_not_on(session.device) or session.blocker or why_not_scripted(self._state.modules)
         if problem and session.options.graph != "off":
             self._fallback.refuse(problem)
@@ -85,6 +89,7 @@ class Engine:
         if self._starts_to_mark:
             self._starts_to_mark -= 1
             start = self._session.clock.now()
+        self._comparisons.count()
         spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded or self._variation.rest:
             has_no_key = self._fallback.refused or captures.recorded
@@ -98,15 +103,16 @@ class Engine:
             key = self._draws.decided(Key(spec, phase, self._settings_history.number))
             captured = captured or self._cache.find(key)
         if captured is not None:
+            compares = self._comparisons.is_due()
             if self._ranks.several:
-                _, all_can = self._ranks.decide(wants=False, can=True, settled=not self._unverified, replays=True)
+                _, all_can = self._ranks.decide(wants=False, can=True, settled=not compares, replays=True)
                 if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises
                     raise self._fallback.error(self._ranks.other_found)
                 start = None if start is None else self._session.clock.now()  # a vote waits for the device
             self.replays += 1
             captured.timing.replays += 1
-            if self._unverified or captured.timing.replay.wanted:
-                return self._watched_replay(captured, phase, leaves, start)
+            if compares or captured.timing.replay.wanted:
+                return self._watched_replay(captured, phase, leaves, start, compares)
             return captured.replay(leaves)
         return call_aligned(
             partial(self._call_without_graph, key, start),
@@ -156,12 +162,14 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
-    def _watched_replay(self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any) -> Any:
-        """Replay. Compare the first `verify` replays with eager calls. Time the others whose start is given."""
-        if self._unverified and self._ranks.together:
+    def _watched_replay(
+        self, captured: Captured, phase: Hashable, leaves: list[Any], start: Any, compares: bool
+    ) -> Any:
+        """Replay. Compare that with an eager call if it is due. Otherwise time it if its start is given."""
+        if compares and self._ranks.together:
             fn = seeing_capture(self._session.fn, captured.sees_capture)
             outputs = self._verified(captured, partial(fn, phase), leaves)
-            self._unverified -= 1
+            self._comparisons.note()
             return outputs
         outputs = captured.replay(leaves)
         if start is not None:
@@ -172,8 +180,10 @@ class Engine:
 
     def _verified(self, captured: Captured, eager: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
-        rest = self._state, self._session.options.generators, self._ranks
-        verdict = self._eager.on_stream(lambda: verified_replay(captured, eager, leaves, *rest))
+        pool_bytes = self._cache.pool_bytes
+        verdict = self._eager.on_stream(lambda: self._verifier.of_graph(captured, eager, leaves, pool_bytes))
+        if verdict.skipped:
+            self._fallback.warn_once("skipped", f"verify: {verdict.skipped}")
         if verdict.noise:
             self._fallback.warn_once("noise", f"verify: {verdict.noise}")
         if verdict.problem:
@@ -273,7 +283,8 @@ class Engine:
             try:
                 self.replays += 1
                 captured.timing.replays += 1
-                outputs = self._watched_replay(captured, key.phase, leaves, None)
+                compares = self._comparisons.is_due(is_first=True)
+                outputs = self._watched_replay(captured, key.phase, leaves, None, compares)
             except InputMismatch:
                 undo.forget()  # it is this batch that does not fit
                 raise

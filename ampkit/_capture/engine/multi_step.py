@@ -12,6 +12,7 @@ from ..._errors import CaptureError
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..compare.call_record import Record, first_difference, recorded_call
+from ..compare.schedule import ComparisonSchedule
 from ..graph.cache import Captured, GraphLengths
 from ..graph.capture_query import recording, seeing_capture
 from ..graph.report import GraphReport
@@ -72,7 +73,7 @@ class MultiStepGraphs:
         self._ranks, self._cache = session.ranks, session.cache
         self._layouts, self._fallback = session.layouts, session.fallback
         # Ranks would have to compare the same launches.
-        self._unverified = 0 if self._ranks.several else session.options.verify
+        self._schedule = ComparisonSchedule(0 if self._ranks.several else session.options.verify)
         self._comparisons: dict[Key, _CallComparison] = {}  # of graphs that were not launched yet
         self._refused: set[Key] = set()
         self.given_up: bool = False
@@ -154,14 +155,16 @@ class MultiStepGraphs:
         self.windows += windows
         self.calls += windows * len(steps.singles)
         lengths.launches += 1
+        captured.timing.replays += 1
+        self._schedule.count()
         with Undo() as undo:
             if key in self._comparisons:
                 undo.note(self._drop, key)  # graphs that have not been compared must not be launched again
             undo.note(modes())
-            if self._unverified:
+            if self._schedule.is_due(is_first=captured.timing.replays == 1):
                 eager = seeing_capture(steps.eager, captured.sees_capture)
                 outputs = compare(captured, lambda *args, **kwargs: eager(windows, nullcontext, args, kwargs), leaves)
-                self._unverified -= 1
+                self._schedule.note()
             else:
                 outputs = captured.replay(leaves)
             undo.forget()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..._arguments import check_at_least, check_choice, check_flag, read_all, read_positive, wrong
+from ..compare.schedule import SPARSE
 
 GRAPHS = ("auto", "emulate", "off")
 ON_FAILURE = ("parts", "eager", "raise")
@@ -20,7 +21,7 @@ class Options:
     graph: str  # "auto", "emulate" or "off"
     warmup: int  # eager calls per key
     on_failure: str  # "parts", "eager" or "raise"
-    verify: int  # how many replays are compared with eager calls
+    verify: int | str  # how many replays are compared with eager calls, or "sparse"
     max_graphs: int
     memory_budget: int | None
     generators: Sequence[torch.Generator] = ()  # CUDA generators beside the default one
@@ -40,7 +41,9 @@ class Options:
         check_choice(where, "host_writes", self.host_writes, HOST_WRITES)
         check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
-        check_at_least(where, "verify", self.verify, 0, "the number of replays to compare with eager steps")
+        if self.verify != SPARSE:
+            meaning = "the number of replays to compare with eager steps, or 'sparse'"
+            check_at_least(where, "verify", self.verify, 0, meaning)
         check_at_least(where, "max_graphs", self.max_graphs, 1, "graph='off' is for none")
         budget = self.memory_budget
         if budget is not None:

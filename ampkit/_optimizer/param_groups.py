@@ -111,11 +111,15 @@ class CapturableGroups:
 
     On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in every step. Their
     foreach kernels do not, so these run instead, and a warning says so once.
+
+    Args:
+        optimizer: it has the groups.
+        device: of its parameters.
+        holds_numbers: whether a rate that is a number stays one, which a graph holds as a constant, and as float64.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._device = device
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, holds_numbers: bool = False) -> None:
+        self._optimizer, self._device, self._holds_numbers = optimizer, device, holds_numbers
         # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._rates: list[_Rate] = []
@@ -161,6 +165,8 @@ class CapturableGroups:
 
     def _takes_tensor(self, group: dict[str, Any]) -> bool:
         """Return whether torch takes a tensor rate: on the CPU in a loop or a fused kernel, not in a foreach kernel."""
+        if self._holds_numbers and not all(isinstance(each.get("lr"), Tensor) for each in self._optimizer.param_groups):
+            return False
         return self._device.type == "cuda" or not group.get("foreach")
 
     @contextmanager
@@ -190,12 +196,14 @@ class CapturableGroups:
         with Undo() as undo:
             for group, values in zip(groups, given, strict=True):
                 undo.note(group.update, values)
-            for group, rate in zip(groups, self.tensors(), strict=True):
+            rates = self.tensors()
+            for i, group in enumerate(groups):
                 if group.get("lr") is not None and self._takes_tensor(group):
-                    group["lr"] = rate
+                    group["lr"] = rates[i]
                 if on_cuda and self._reads_rate(group):
                     group["foreach"] = True
-                if "capturable" in group and on_cuda:  # torch refuses the flag on the CPU, where nothing needs it
+                # Torch refuses the flag on the CPU, where nothing needs it.
+                if "capturable" in group and on_cuda and (group.get("fused") or not self._holds_numbers):
                     group["capturable"] = True
             put = [group.get("lr") for group in groups]
             yield

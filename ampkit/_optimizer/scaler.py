@@ -14,13 +14,13 @@ from .._arguments import read_positive, wrong
 from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
-from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped
+from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped, total_norm
 from .preparation import Measured, Prepared, can_be_prepared, measured, prepared
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .sharded import ONE_RANK, OverRanks, on_shards
-from .step_kind import gradients, scales_in_kernel, skips_by_itself, summed_parameters
+from .step_kind import gradients, scales_in_kernel, skips_by_itself, summed_parameters, takes_scale
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`
 _NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
@@ -267,6 +267,33 @@ class GradScaler(DeviceScale):
         state = self._per_optimizer_states[id(optimizer)]
         found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
         return prepared(optimizer, found, max_norm)
+
+    def prepare_apart(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
+        """Unscale the gradients, and then clip them, as a loop does that is written with torch alone.
+
+        A fused optimizer without clipping unscales in its kernel in such a loop, too.
+
+        Args:
+            optimizer: its gradients are unscaled and clipped in memory. `unscale_` may have been called for it.
+            max_norm: clip the 2-norm over all unscaled gradients to this; None does not clip.
+
+        Returns:
+            What was measured; None if nothing was done, because `step` does what torch does. Sync: none.
+        """
+        grads = gradients(optimizer)
+        sparse = any(grad.is_sparse for grad in grads)
+        if not grads or sparse or skips_by_itself(optimizer) or (max_norm is None and takes_scale(optimizer)):
+            return None
+        found_inf = None
+        if self._enabled:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            found_inf = any_found(state["found_inf_per_device"].values(), grads[0].device)
+        norm = total_norm(grads, grads[0].device) if self._enabled and max_norm is None else None
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
+        return Prepared(norm, found_inf)
 
     def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared, *args: Any) -> None:
         """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`.

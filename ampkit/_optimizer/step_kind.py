@@ -144,6 +144,18 @@ def why_not_capturable(optimizer: Optimizer) -> str:
     return f"{name} has no form that a graph can hold. Use one that has: AdamW, Adam or SGD with fused=True."
 
 
+def why_other_bits(optimizer: Optimizer) -> str:
+    """Return why its step in a graph has other bits than in a loop, of one that a graph can hold; "" if it has not."""
+    on_host = any(param.is_cuda for param in parameters(optimizer)) and not is_fused(optimizer)
+    if not on_host or all(group.get("capturable") for group in optimizer.param_groups):
+        return ""
+    name = type(optimizer).__name__
+    return (
+        f"{name} computes bias corrections on the host in float64, and in a graph in float32 on the device. Write "
+        f"{name}(..., capturable=True), in the loop that you compare with, too."
+    )
+
+
 def may_be_constant(optimizer: Optimizer) -> bool:
     """Return whether a graph may hold `optimizer.step()` as long as its numbers do not change, its rate among them.
 

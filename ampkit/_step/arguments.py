@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._arguments import check_at_least, check_callable, check_instance, wrong
+from .._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
 from .._batches.buckets import Buckets
 from .._capture.preflight.sparse_gradients import refuse_sparse
 from .._errors import AmpkitWarning
@@ -94,6 +94,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, schedule
             "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
         )
     refuse_sparse(model, optimizer, max_norm)
+
+
+def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool) -> bool:
+    """Return whether a step is to have the bits of a loop written with torch alone. Raise an error if it cannot."""
+    check_choice("graphed_step", "arithmetic", arithmetic, ("ampkit", "torch"))
+    if arithmetic == "torch" and (sharded or compile is not None):
+        what = "under fully_shard" if sharded else "with compile="
+        raise NotImplementedError(
+            f"graphed_step(arithmetic='torch'): {what} a step has other last bits than a loop written with torch. "
+            "Pass arithmetic='ampkit'."
+        )
+    return arithmetic == "torch"
 
 
 def hint_at_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:

@@ -24,7 +24,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_kinds, check_optimizer, device_of, hint_at_one_step, read_scaler
+from .arguments import Scheduler, check_kinds, check_optimizer, device_of, hint_at_one_step, is_torchs, read_scaler
 from .compile.compile_choice import check_compile, step_maker, warmup_of
 from .graph_owner import GraphOwner
 from .many.scan import Scan
@@ -63,6 +63,7 @@ def graphed_step(
     capturing: str | bool = "auto",
     annotate: bool = False,
     host_writes: str = "name",
+    arithmetic: str = "ampkit",
     compile: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
@@ -137,6 +138,12 @@ def graphed_step(
         host_writes: what happens where each call changes a number of the host, or makes a list or dict longer, which a
             replay would not do. "name": such a line is one that cannot be captured. "ignore": it is captured, and the
             number stays as the capture leaves it.
+        arithmetic: "ampkit": a fused optimizer unscales and clips in its kernel, and reads its rate from the device.
+            "torch": unscale, measure the norm, clip and step one after the other, as `scaler.unscale_`,
+            `clip_grad_norm_` and `scaler.step` do, with the rate as it is in `param_groups`. Under deterministic
+            algorithms, a step then has the bits of a loop written with torch alone, if its optimizer is fused, or has
+            `capturable=True` there, too. Another one steps behind the graph, as does one whose rate is a number that
+            changes: a graph would hold it. Pass a rate that changes as a tensor.
         compile: "default": compile forward and backward with torch.compile, once per input layout, before the capture.
             "max": also choose the kernels of matrix products by timing them, so that another run may choose others and
             have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
@@ -179,7 +186,8 @@ def graphed_step(
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
     sum_in_order_of(model, optimizer)
-    not_with_optimizer, place = place_of(optimizer, scaler, options, ranks)
+    as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
+    not_with_optimizer, place = place_of(optimizer, scaler, options, ranks, as_torch=as_torch)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
@@ -196,6 +204,7 @@ def graphed_step(
         capturable=not (blocker or place.behind),
         place=place,
         observer=numerics,
+        apart=as_torch,
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = _session(step, state, model, options, blocker, compile)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._capture.engine.fallback import MovableOptimizer
@@ -10,7 +11,7 @@ from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._optimizer.scaled_step import IN_PLACE
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable
+from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable, why_other_bits
 
 
 class OptimizerPlace(MovableOptimizer):
@@ -26,19 +27,27 @@ class OptimizerPlace(MovableOptimizer):
         scaler: steps it, and knows what its steps change.
         why_behind: why it steps behind the graphs at first; "" if it is a part of them and stays one.
         may_join: whether it may become a part.
+        holds: whether it is a part from the beginning, with its rate as a constant. It leaves if that changes.
 
     Attributes:
         why_behind: why it steps behind the graphs now; "" if it is a part of them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, scaler: GradScaler, why_behind: str = "", *, may_join: bool = False
+        self,
+        optimizer: Optimizer,
+        scaler: GradScaler,
+        why_behind: str = "",
+        *,
+        may_join: bool = False,
+        holds: bool = False,
     ) -> None:
         self._optimizer, self._name = optimizer, type(optimizer).__name__
         self._changes = scaler.changes_of(optimizer) if may_join else None
         self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
         self.why_behind: str = why_behind
-        self._joined = self._moved = False
+        self._holds = self._joined = holds
+        self._moved = False
         self._rates: list[Any] | None = None
         self._steps = 0  # how many were watched
         self._state: TrainingState | None = None
@@ -53,6 +62,11 @@ class OptimizerPlace(MovableOptimizer):
     def stays_behind(self) -> bool:
         """Whether it is known already that it will never be a part of the graphs."""
         return self.behind and not self._watches
+
+    @property
+    def holds_rates(self) -> bool:
+        """Whether graphs hold the learning rate as a constant."""
+        return self._joined
 
     @property
     def behind(self) -> bool:
@@ -98,7 +112,7 @@ class OptimizerPlace(MovableOptimizer):
             changed: what has changed that a graph holds as a constant, or
             problem: why the step cannot be captured.
         """
-        if not self._joined:
+        if not self._joined or (problem and self._holds):
             return False
         self._joined, self._moved = False, True
         with_it = f"together with the step of {self._name}, the training step could not be captured"
@@ -110,6 +124,8 @@ class OptimizerPlace(MovableOptimizer):
     def _text(self, changed: str) -> str:
         can_fuse = all("fused" in group for group in self._optimizer.param_groups)
         remedy = f"Write {self._name}(..., fused=True)." if can_fuse else "Keep it constant."
+        if self._holds:
+            remedy = "Pass lr=torch.tensor(rate, device=...), which kernels of torch read from the device."
         return f"{self._name} has numbers that a graph would hold as constants, and {changed}. {remedy}"
 
     def has_moved(self) -> bool:
@@ -118,9 +134,21 @@ class OptimizerPlace(MovableOptimizer):
         return moved
 
 
-def place_of(optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: Ranks) -> tuple[str, OptimizerPlace]:
-    """Return why nothing can be captured with this optimizer, "" if something can, and where it steps."""
-    why = why_not_capturable(optimizer)
+def place_of(
+    optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: Ranks, *, as_torch: bool = False
+) -> tuple[str, OptimizerPlace]:
+    """Return why nothing can be captured with this optimizer, "" if something can, and where it steps.
+
+    Args:
+        optimizer: what steps.
+        scaler: steps it.
+        options: of the step.
+        ranks: the processes that train the model.
+        as_torch: whether it has to have the bits of a loop of torch's, see `why_other_bits`.
+    """
+    why = why_not_capturable(optimizer) or (why_other_bits(optimizer) if as_torch else "")
+    if not why and as_torch and not all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
+        return "", OptimizerPlace(optimizer, scaler, holds=options.graph != "off")
     if options.on_failure != "parts" or options.graph == "off" or not why:
         return why, OptimizerPlace(optimizer, scaler)
     # Each rank would decide by itself.

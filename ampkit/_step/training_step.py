@@ -116,6 +116,8 @@ class TrainingStep:
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
         around: returns a context for what Python does in a call, and no replay would.
+        apart: whether to unscale and clip one after the other, and to give the optimizer rates as they are, as a loop
+            does that is written with torch alone.
 
     Attributes:
         scaler: as given.
@@ -147,6 +149,7 @@ class TrainingStep:
         max_value: float | None = None,
         observer: Observer | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        apart: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
@@ -163,13 +166,13 @@ class TrainingStep:
         self.ranks: Ranks = ranks
         self.device: torch.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self.groups: CapturableGroups = CapturableGroups(optimizer, device)
+        self.groups: CapturableGroups = CapturableGroups(optimizer, device, holds_numbers=apart)
         self.capturable = capturable
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
         self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
-        self._around = around
+        self._around, self._apart = around, apart
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -218,7 +221,8 @@ class TrainingStep:
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers, rates = ([], []) if self.place.behind else ([self._optimizer], [self.groups])
+        optimizers = [] if self.place.behind else [self._optimizer]
+        rates = [] if self.place.behind or self.place.holds_rates else [self.groups]
         # An eager call clears the gradients that it finds, and a replay would leave them.
         state = TrainingState(
             modules,
@@ -285,7 +289,8 @@ class TrainingStep:
                 with Undo() as unscaling:
                     unscaling.note(self.scaler.forgetting())
                     self._clip_values()
-                    prepared = self.scaler.prepare(self._optimizer, self._max_norm)
+                    prepare = self.scaler.prepare_apart if self._apart else self.scaler.prepare
+                    prepared = prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
         aux = mapped_outputs(aux, self._output)
@@ -375,6 +380,8 @@ class TrainingStep:
             undo.note(self.scaler.forgetting())
             if prepared is None:
                 self._clip_values()
+                if self._apart:
+                    prepared = self.scaler.prepare_apart(self._optimizer, self._max_norm)
             kept = set(map(id, self.gradients.values()))
             given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
             if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):

@@ -58,9 +58,7 @@ def main() -> None:
     warnings.simplefilter("ignore", ampkit.CaptureWarning)  # that kernels are not deterministic
     print(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", torch.__version__)
     torch.backends.cudnn.benchmark = True
-    print(
-        f"{'model':12s} {'replay, ms':>10s}  {'comparisons, in replays':26s} {'50,000 calls':>12s} {'each further':>12s}"
-    )
+    print(f"{'model':12s} {'replay, ms':>10s}  {'comparisons, in replays':26s} {'50,000 calls':>12s} {'further':>12s}")
     for name in args.models:
         case = (TINY_CASES if args.tiny else CASES)[name]
         found = measured(case, args.device)

@@ -114,6 +114,7 @@ class Look:
         finds_gradients: bool,
         bare: Sequence[Tensor],
         held: bool,
+        follows_rates: bool,
         sees_hooks: bool,
         reads: Reads,
         host_tensors: HostTensors,
@@ -122,7 +123,7 @@ class Look:
         self._rnn_dropout, self.dropout_begun = rnn_dropout, rnn_dropout.times
         self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
         self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in optimizers]
-        self.followed = ("initial_lr",) if held else ("lr", "initial_lr")
+        self.followed = ("lr", "initial_lr") if follows_rates else ("initial_lr",)
         self._finds_gradients, self._bare = finds_gradients, bare
         self.layouts = walk.layouts()
         # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
@@ -351,6 +352,7 @@ class StateWatch(Generic[_G]):
                 finds_gradients=self._finds_gradients,
                 bare=bare,
                 held=self._held,
+                follows_rates=bool(self._rates),
                 sees_hooks=self._sees_hooks,
                 reads=self.reads,
                 host_tensors=self.host_tensors,

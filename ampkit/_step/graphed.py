@@ -182,7 +182,9 @@ class GraphedFunction(GraphOwner):
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
         groups = [] if blocker or problem else self._groups
         left = LeftGradients(kept=self._options.graph != "off")
-        function = _EngineFunction(self._fn, self._modules, groups, self._scaler, ranks.shards, self._name, left)
+        function = _EngineFunction(
+            self._fn, self._modules, groups, self._scaler, ranks.shards, self._name, left, self._options.verify != 0
+        )
         session = Session(
             fn=function,
             captured=function,
@@ -286,6 +288,7 @@ class _EngineFunction:
     _shards: ShardedModules
     _name: str
     _left: "LeftGradients"
+    _verified: bool
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
@@ -305,7 +308,7 @@ class _EngineFunction:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(set_gradients, params, gradients)
-            make_graphs_here(undo)
+            make_graphs_here(undo, all_backwards=self._verified)
             undo.note(self._shards.settle)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:

@@ -491,7 +491,7 @@ def test_the_net_changes_neither_kernels_nor_memory(monkeypatch: pytest.MonkeyPa
 
 
 def _no_trace() -> Any:
-    return nullcontext(SimpleNamespace(begun=False))
+    return nullcontext(SimpleNamespace(begun=False, text=""))
 
 
 # ---------------------------------------------------------------------------- torch.cuda.is_current_stream_capturing

@@ -131,21 +131,21 @@ def with_ampkit(setup: SetUp, engine: Engine, arithmetic: str = "torch") -> tupl
     device, graph = engine
     trained = made(setup, device, ampkit.GradScaler)
     policy = None if setup.dtype is None else f"compute={str(setup.dtype).removeprefix('torch.')}"
-    step = ampkit.graphed_step(
-        loss_fn,
-        trained.net,
-        trained.optimizer,
-        policy=policy,
-        scaler=trained.scaler,
-        max_norm=setup.max_norm,
-        accumulate=setup.accumulate,
-        scheduler=trained.scheduler,
-        arithmetic=arithmetic,
-        graph=graph,
-    )
     losses, norms = [], []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # of a rate that changes
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # of an optimizer that steps behind the graph
+        step = ampkit.graphed_step(
+            loss_fn,
+            trained.net,
+            trained.optimizer,
+            policy=policy,
+            scaler=trained.scaler,
+            max_norm=setup.max_norm,
+            accumulate=setup.accumulate,
+            scheduler=trained.scheduler,
+            arithmetic=arithmetic,
+            graph=graph,
+        )
         for call, batch in enumerate(batches(setup, device)):
             out = step(*batch)
             losses.append(out.loss)

@@ -75,7 +75,7 @@ class Engine:
         # How many calls are still to come.
         self._starts_to_mark = 0
         options = session.options
-        self._comparisons = ComparisonSchedule(options.verify)
+        self._verifies, self._comparisons = options.verify != 0, ComparisonSchedule(options.verify)
         self._verifier = Verifier(self._state, options.generators, session.ranks, options.graph == "emulate")
         problem = session.options.why_not_on(session.device) or session.blocker or why_not_scripted(self._state.modules)
         if problem and session.options.graph != "off":
@@ -89,7 +89,8 @@ class Engine:
         if self._starts_to_mark:
             self._starts_to_mark -= 1
             start = self._session.clock.now()
-        self._comparisons.count()
+        if self._verifies:
+            self._comparisons.count()
         spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded or self._variation.rest:
             has_no_key = self._fallback.refused or captures.recorded
@@ -103,7 +104,7 @@ class Engine:
             key = self._draws.decided(Key(spec, phase, self._settings_history.number))
             captured = captured or self._cache.find(key)
         if captured is not None:
-            compares = self._comparisons.is_due()
+            compares = self._verifies and self._comparisons.is_due()
             if self._ranks.several:
                 _, all_can = self._ranks.decide(wants=False, can=True, settled=not compares, replays=True)
                 if not all_can and self._fallback.raises:  # the other ranks would wait for the one that raises

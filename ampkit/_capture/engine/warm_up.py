@@ -66,7 +66,8 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             if cold.calls_left > preflight_left:  # there may be no other call of it: nothing is looked at
-                with self._segments():
+                # To have segments grow takes 10 ms: torch lists all memory to tell its settings.
+                with self._segments() if len(self._session.layouts) <= _FEW else nullcontext():
                     outputs = self._call(layout, cold, call)
                 layout.count_call(cold)
                 undo.forget()
@@ -182,6 +183,7 @@ class WarmUp:
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 
 
+_FEW = 2  # layouts; more may be one in each call
 _WRITTEN = (
     "{0} is changed by each call, which a replay would not do. Count in a tensor on the device, return what is to be "
     "kept in aux, or change it behind the call. Pass host_writes='ignore' if it may stop."

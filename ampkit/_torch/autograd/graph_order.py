@@ -14,7 +14,7 @@ _contexts: dict[object, int] = {}  # the contexts that are open, and their threa
 _before: list[tuple[Any, str, Any]] = []  # what is replaced as long as one of them is open
 
 
-def make_graphs_here(undo: Undo) -> None:
+def make_graphs_here(undo: Undo, *, all_backwards: bool = False) -> None:
     """Until the end of a context, run backward passes of this thread in it if they have `create_graph=True`.
 
     Autograd runs the newest node first, by numbers that each thread counts for itself. On CUDA a backward pass runs in
@@ -25,7 +25,14 @@ def make_graphs_here(undo: Undo) -> None:
 
     Args:
         undo: of the context.
+        all_backwards: whether to run all backward passes of this thread in it, for calls that are compared with others.
+            cuDNN's benchmark keeps its choices for each thread (ATen/native/cudnn/Conv_v8.cpp), and one thread may have
+            chosen other kernels than another one.
     """
+    if all_backwards:
+        undo.note(let_autograd_use_threads, uses_autograd_threads())
+        let_autograd_use_threads(False)
+        return
     token = object()
     undo.note(_close, token)
     with _lock:

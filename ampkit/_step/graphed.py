@@ -51,7 +51,7 @@ def graphed(
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
     annotate: bool = False,
-    host_writes: str = "name",
+    host_writes: str | Sequence[str] = "name",
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 

@@ -62,7 +62,7 @@ def graphed_step(
     memory_budget: int | None = None,
     capturing: str | bool = "auto",
     annotate: bool = False,
-    host_writes: str = "name",
+    host_writes: str | Sequence[str] = "name",
     arithmetic: str = "ampkit",
     compile: str | None = None,
 ) -> "GraphedStep":
@@ -137,7 +137,7 @@ def graphed_step(
             under torch.profiler, and waits for the device.
         host_writes: what happens where each call changes a number of the host, or makes a list or dict longer, which a
             replay would not do. "name": such a line is one that cannot be captured. "ignore": it is captured, and the
-            number stays as the capture leaves it.
+            number stays as the capture leaves it. Names, as messages have them (`["self.calls"]`): only these stay so.
         arithmetic: "ampkit": a fused optimizer unscales and clips in its kernel, and reads its rate from the device.
             "torch": unscale, measure the norm, clip and step one after the other, as `scaler.unscale_`,
             `clip_grad_norm_` and `scaler.step` do, with the rate as it is in `param_groups`. Under deterministic

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 try:
@@ -86,7 +86,7 @@ class AmpkitCallback(Callback):
         verify: int | str = 0,
         on_failure: str = "parts",
         annotate: bool = False,
-        host_writes: str = "name",
+        host_writes: str | Sequence[str] = "name",
         numerics: int | None = None,
         memory: bool = False,
         validate: str | bool = "auto",

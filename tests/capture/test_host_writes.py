@@ -206,3 +206,42 @@ def test_wrong_choice() -> None:
     model = Net()
     with pytest.raises(ValueError, match="host_writes='keep'"):
         ampkit.graphed_step(loss_of, model, torch.optim.SGD(model.parameters(), lr=1e-2), host_writes="keep")
+
+
+def counts_twice(model: Net, x: Tensor) -> Tensor:
+    model.calls += 1
+    STATE["calls"] += 1
+    return loss_of(model, x)
+
+
+class CountingOptimizer(torch.optim.SGD):
+    """It counts its steps on the host."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=2**-7, fused=True)
+        self.rounds = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.rounds += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_names_of_what_may_stop(engine: Engine) -> None:
+    """W1: with names, only these stay as the capture leaves them; what is changed beside them is named."""
+    names = ["calls", "STATE['calls']", "rounds"]
+    _, step, _ = trained(
+        engine, engine[1], counts_twice, optimizer=CountingOptimizer, host_writes=names, on_failure="raise"
+    )
+    assert step.replays == 21
+    for left, message in (
+        (names[:1] + names[2:], r"the variable STATE\['calls'\] is changed"),
+        (names[1:], "the attribute calls is changed"),
+        (names[:2], "changes the attribute rounds of its optimizer"),
+    ):
+        STATE.update(calls=0)
+        with pytest.warns(ampkit.CaptureWarning, match=message):
+            _, step, _ = trained(
+                engine, engine[1], counts_twice, optimizer=CountingOptimizer, host_writes=left, on_failure="eager"
+            )
+        assert step.replays == 0

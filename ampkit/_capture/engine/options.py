@@ -11,6 +11,7 @@ from ..compare.schedule import SPARSE
 GRAPHS = ("auto", "emulate", "off")
 ON_FAILURE = ("parts", "eager", "raise")
 HOST_WRITES = ("name", "ignore")
+_STOPPING = "'name', 'ignore', or names of what may stop, as messages name them (['self.calls'])"
 WARM_UP = "warm-up"  # what eager calls before a capture are counted under
 
 
@@ -27,7 +28,8 @@ class Options:
     generators: Sequence[torch.Generator] = ()  # CUDA generators beside the default one
     capturing: str | bool = "auto"  # what code is told that asks whether its stream is being captured
     annotate: bool = False  # whether to note which module each kernel belongs to
-    host_writes: str = "name"  # or "ignore": what to do about numbers that a call changes on the host
+    # What to do about numbers that a call changes on the host: "name", "ignore", or those that may stop.
+    host_writes: str | Sequence[str] = "name"
 
     def checked(self, where: str) -> "Options":
         """Return the same options as plain numbers and tuples.
@@ -38,7 +40,11 @@ class Options:
         check_choice(where, "graph", self.graph, GRAPHS)
         check_capturing(where, self.capturing)
         check_flag(where, "annotate", self.annotate)
-        check_choice(where, "host_writes", self.host_writes, HOST_WRITES)
+        stopping = self.host_writes
+        if isinstance(stopping, str):
+            check_choice(where, "host_writes", stopping, HOST_WRITES)
+        else:
+            stopping = read_all(where, "host_writes", stopping, str, _STOPPING)
         check_choice(where, "on_failure", self.on_failure, ON_FAILURE)
         check_at_least(where, "warmup", self.warmup, 1, "the first steps build state")
         if self.verify != SPARSE:
@@ -49,7 +55,11 @@ class Options:
         if budget is not None:
             budget = read_positive(where, "memory_budget", budget, "None for no limit")
         generators = read_all(where, "generators", self.generators, torch.Generator, "a sequence of torch.Generator")
-        return replace(self, memory_budget=budget, generators=generators)
+        return replace(self, memory_budget=budget, generators=generators, host_writes=stopping)
+
+    def may_stop(self, name: str) -> bool:
+        """Return whether a replay may leave an attribute or a variable as it is, by its name in messages."""
+        return self.host_writes == "ignore" or (not isinstance(self.host_writes, str) and name in self.host_writes)
 
     def why_not_on(self, device: torch.device) -> str:
         """Return why a model on this device cannot be captured, "" if it can."""

@@ -43,7 +43,7 @@ class WarmUp:
         self._eager = eager
         self._draws = draws
         self._undeclared = Undeclared(session.state, session.device, refuses_changes=session.declared)
-        self._host_changes = HostChanges(session.state, session.options.host_writes != "ignore")
+        self._host_changes = HostChanges(session.state, session.options.may_stop)
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 
@@ -115,7 +115,7 @@ class WarmUp:
         with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
         self._compare_what_was_read(layout)
-        layout.note_writes([] if self._session.options.host_writes == "ignore" else self._state.reads.writes())
+        layout.note_writes(self._state.reads.writes(self._session.options.may_stop))
         return outputs
 
     def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> tuple[Any, DrawPath | None]:

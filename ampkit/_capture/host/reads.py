@@ -228,13 +228,15 @@ class Reads:
         problem, self._problem = self._problem, ""
         return problem
 
-    def writes(self) -> list[str]:
-        """Return what each of the last two steps has left another number in, or longer or shorter, with a line."""
-        return [
-            f"{line_text(*line)} - {name}" if line else name
-            for name, line in self._written.items()
-            if name in self._written_before
-        ]
+    def writes(self, may_stop: Callable[[str], bool]) -> list[str]:
+        """Return what each of the last two steps has left another number in, or longer or shorter, with a line.
+
+        Args:
+            may_stop: returns whether something of this name is left out.
+        """
+        found = ((name, line) for name, line in self._written.items() if name in self._written_before)
+        counts = ((name, line) for name, line in found if not may_stop(name.split(" ", 2)[-1]))  # behind "the variable"
+        return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
 
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
         def is_tensor(place: Place) -> bool:

@@ -28,11 +28,11 @@ class HostChanges:
 
     Args:
         state: its optimizers.
-        attributes: whether numbers among the attributes of these count, beside those of their param groups.
+        may_stop: returns whether an attribute of these, given its name, may stay as it is in a replay.
     """
 
-    def __init__(self, state: TrainingState, attributes: bool) -> None:
-        self._state, self._attributes = state, attributes
+    def __init__(self, state: TrainingState, may_stop: Callable[[str], bool]) -> None:
+        self._state, self._may_stop = state, may_stop
         self._problems: list[str] = []
         self._reads: dict[str, str] = {}  # by what is read and where, the problem
 
@@ -89,8 +89,9 @@ class HostChanges:
         for prefix, optimizer in zip(names, optimizers, strict=False):  # both grow below
             for i, group in enumerate(optimizer.param_groups):
                 found.update((f"{prefix}param_groups[{i}][{key!r}]", group[key]) for key in group if key != "params")
-            for name, value in vars(optimizer).items() if self._attributes else ():
-                if name in _of_torch() or any(value is known for known in optimizers):
+            for name, value in vars(optimizer).items():
+                is_known = name in _of_torch() or any(value is known for known in optimizers)
+                if is_known or self._may_stop(f"{prefix}{name}"):
                     continue
                 if isinstance(value, Optimizer):  # one around which this one is
                     optimizers.append(value)

@@ -233,6 +233,7 @@ class TrainingStep:
             own=self.gradients,
             bare=self._model,
             rates=rates,
+            holds_rates=self.place.holds_rates,
             functions=(self._loss_fn, self._after_step),
         )
         self.place.join_later(state)

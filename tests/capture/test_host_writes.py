@@ -1,6 +1,7 @@
 """What a step changes on the host in each call, and no replay would: it is named, and nothing is silently stale."""
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -245,3 +246,36 @@ def test_names_of_what_may_stop(engine: Engine) -> None:
                 engine, engine[1], counts_twice, optimizer=CountingOptimizer, host_writes=left, on_failure="eager"
             )
         assert step.replays == 0
+
+
+def prints(model: Net, x: Tensor) -> Tensor:
+    print("a step")
+    return loss_of(model, x)
+
+
+def logs(model: Net, x: Tensor) -> Tensor:
+    logging.getLogger("loop").warning("a step")
+    return loss_of(model, x)
+
+
+def prints_once(model: Net, x: Tensor) -> Tensor:
+    if not STATE["aux"]:
+        STATE["aux"] = [1]
+        print("set up")
+    return loss_of(model, x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loss_fn", [prints, logs], ids=lambda loss_fn: loss_fn.__name__)
+def test_a_line_that_prints_is_said_once(engine: Engine, loss_fn: Callable[..., Any]) -> None:
+    """W1: a print or a log line of constants is captured, and a message says that replays leave it out."""
+    with pytest.warns(ampkit.CaptureWarning, match=r"`.*a step.*` - prints or logs something, which a replay") as said:
+        _, step, _ = trained(engine, engine[1], loss_fn, on_failure="raise")
+    assert (step.replays, len(said)) == (21, 1)
+
+
+def test_what_the_first_call_prints_is_no_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """W1: a line that only the first call runs is not said."""
+    _, step, _ = trained(("cpu", "emulate"), "emulate", prints_once, on_failure="raise")
+    assert step.replays == 21
+    assert capsys.readouterr().out == "set up\n"

@@ -24,7 +24,7 @@ from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
-from .layouts import Cold, Layout
+from .layouts import Cold, Layout, Warm
 from .session import Session
 
 
@@ -92,6 +92,8 @@ class WarmUp:
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
+        if (printing := self._host_changes.take_printing()) and isinstance(layout.stage, Warm) and not layout.problem:
+            self._session.fallback.warn_once("prints", printing)
         return outputs, drawn
 
     def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:

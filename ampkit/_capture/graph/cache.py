@@ -30,6 +30,7 @@ class Captured:
         nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
         timing: how often it was replayed, and how long a replay and an eager call take.
         sees_capture: whether the code of its eager calls is told that it is being captured.
+        compared: whether a replay was compared with an eager call.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Captured:
         self.nbytes: int = pool_bytes + inputs.nbytes
         self.timing = timing
         self.sees_capture = sees_capture
+        self.compared = False
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.

@@ -1,6 +1,8 @@
 """What eager calls of a step do on the host and no replay would: change numbers of optimizers, read what changes."""
 
+import builtins
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._text import CONSTANTS
+from ..._torch.compile import never_compile_by_itself
 from ..._undo import Undo, replace
-from ..._user_line import running_line, wraps_operations
+from ..._user_line import is_users_call, running_line, wraps_operations
 from ..host.constants import are_same
 from ..state.state import TrainingState
 from .host_values import receive
@@ -35,6 +38,7 @@ class HostChanges:
         self._state, self._may_stop = state, may_stop
         self._problems: list[str] = []
         self._reads: dict[str, str] = {}  # by what is read and where, the problem
+        self._printing: list[str] = []
 
     @contextmanager
     def watching(self, *, is_first: bool) -> Iterator[None]:
@@ -53,6 +57,9 @@ class HostChanges:
                 kinds += [child for child in kind.__subclasses__() if child not in kinds]
                 if "step" in vars(kind):
                     replace(undo, kind, "step", self._noting(kind.step))
+            if not is_first:  # which may say what it sets up
+                for owner, name in ((builtins, "print"), (logging.Logger, "handle")):
+                    replace(undo, owner, name, self._printed(getattr(owner, name)))
             yield
         after = self._numbers()
         changed = [name for name, old in before.items() if name in after and not are_same(old, after[name])]
@@ -65,6 +72,24 @@ class HostChanges:
         problems = [*self._problems, *(text for what, text in self._reads.items() if what not in problem)]
         self._problems, self._reads = [], {}
         return "\n".join(dict.fromkeys([*problem.splitlines(), *problems]))
+
+    def take_printing(self) -> str:
+        """Return in words which line has printed or logged something, "" if none; then forget it."""
+        printing, self._printing = self._printing, []
+        return _PRINTS.format(printing[0]) if printing else ""
+
+    def _printed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
+        @functools.wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if threading.get_ident() == thread and (is_users_call(frame) or frame.f_code.co_filename == _LOGGING):
+                self._printing += filter(None, [running_line(frame)])
+            return original(*args, **kwargs)
+
+        never_compile_by_itself(noted)
+        return noted
 
     def _on_read(self, problem: Problem, line: str) -> None:
         what = f"{line} - {problem.what}" if line else problem.what
@@ -109,6 +134,8 @@ def _of_torch() -> frozenset[str]:
     return frozenset((*vars(Optimizer([nn.Parameter(torch.empty(0))], {})), "_opt_called", "_step_count"))
 
 
+_LOGGING = logging.Logger.handle.__code__.co_filename
+_PRINTS = "{0} - prints or logs something, which a replay does not do. Say it behind the call."
 _SCHEDULER = (
     "{0}steps a learning-rate scheduler, which a replay would not do. Step it behind each call, or pass it as "
     "graphed_step(scheduler=...)."

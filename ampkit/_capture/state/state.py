@@ -182,6 +182,7 @@ class TrainingState:
             backward of the caller's has left there are cleared.
         sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
+        holds_rates: whether graphs hold learning rates as constants.
         functions: those of the user's that a step calls.
         eager_optimizers: further optimizers that steps call, and that no graph can hold.
         problem: why no graph can hold them; "" if there are none.
@@ -198,6 +199,7 @@ class TrainingState:
         bare: nn.Module | None = None,
         sees_hooks: bool = True,
         rates: Sequence[Rates] = (),
+        holds_rates: bool = False,
         functions: Sequence[Any] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
@@ -217,6 +219,7 @@ class TrainingState:
             bare=bare,
             sees_hooks=sees_hooks,
             rates=rates,
+            holds_rates=holds_rates,
             functions=functions,
             describe=_generation,
         )

@@ -274,6 +274,7 @@ class StateWatch(Generic[_G]):
         bare: nn.Module | None,
         sees_hooks: bool,
         rates: Sequence[Rates],
+        holds_rates: bool,
         functions: Sequence[Any],
         describe: Callable[[Look], _G],
     ) -> None:
@@ -284,6 +285,7 @@ class StateWatch(Generic[_G]):
         self._functions = tuple(functions)
         self.host_tensors: HostTensors = HostTensors()
         self._rnn_dropout = RnnDropout()
+        self._holds_rates = holds_rates
         self._held = False  # whether graphs hold all numbers of the optimizers as constants
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
@@ -352,7 +354,7 @@ class StateWatch(Generic[_G]):
                 finds_gradients=self._finds_gradients,
                 bare=bare,
                 held=self._held,
-                follows_rates=bool(self._rates),
+                follows_rates=not (self._held or self._holds_rates),
                 sees_hooks=self._sees_hooks,
                 reads=self.reads,
                 host_tensors=self.host_tensors,

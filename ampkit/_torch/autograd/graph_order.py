@@ -32,7 +32,6 @@ def make_graphs_here(undo: Undo, *, all_backwards: bool = False) -> None:
     if all_backwards:
         undo.note(let_autograd_use_threads, uses_autograd_threads())
         let_autograd_use_threads(False)
-        return
     token = object()
     undo.note(_close, token)
     with _lock:

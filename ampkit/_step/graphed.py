@@ -182,23 +182,32 @@ class GraphedFunction(GraphOwner):
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
         groups = [] if blocker or problem else self._groups
         left = LeftGradients(kept=self._options.graph != "off")
+        state = TrainingState(
+            {f"modules[{i}]": module for i, module in enumerate(self._modules)},
+            () if problem else self._optimizers,
+            self._scaler,
+            own=left.tensors,
+            finds_gradients=True,
+            rates=() if problem else self._groups,
+            functions=(self._fn,),
+            eager_optimizers=self._optimizers if problem else (),
+            problem=problem,
+        )
         function = _EngineFunction(
-            self._fn, self._modules, groups, self._scaler, ranks.shards, self._name, left, self._options.verify != 0
+            self._fn,
+            self._modules,
+            groups,
+            self._scaler,
+            ranks.shards,
+            self._name,
+            left,
+            self._options.verify != 0,
+            state,
         )
         session = Session(
             fn=function,
             captured=function,
-            state=TrainingState(
-                {f"modules[{i}]": module for i, module in enumerate(self._modules)},
-                () if problem else self._optimizers,
-                self._scaler,
-                own=left.tensors,
-                finds_gradients=True,
-                rates=() if problem else self._groups,
-                functions=(self._fn,),
-                eager_optimizers=self._optimizers if problem else (),
-                problem=problem,
-            ),
+            state=state,
             device=device,
             options=self._options,
             ranks=ranks,
@@ -289,6 +298,7 @@ class _EngineFunction:
     _name: str
     _left: "LeftGradients"
     _verified: bool
+    _state: TrainingState
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
@@ -304,7 +314,7 @@ class _EngineFunction:
         self._shards.gather()
         params = [param for module in self._modules for param in module.parameters()]
         gradients = [param.grad for param in params]
-        with Undo() as undo, ExitStack() as stack:
+        with self._state.carried.carrying(), Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(set_gradients, params, gradients)

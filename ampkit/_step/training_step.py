@@ -174,6 +174,7 @@ class TrainingStep:
         self.gradients: dict[str, Tensor] = {}
         self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
+        self._state: TrainingState | None = None
         self._around, self._apart, self._verified = around, apart, verified
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
@@ -226,7 +227,7 @@ class TrainingStep:
         optimizers = [] if self.place.behind else [self._optimizer]
         rates = [] if self.place.behind or self.place.holds_rates else [self.groups]
         # An eager call clears the gradients that it finds, and a replay would leave them.
-        state = TrainingState(
+        self._state = state = TrainingState(
             modules,
             optimizers,
             self.scaler,
@@ -268,7 +269,8 @@ class TrainingStep:
         self.ranks.shards.gather()
         params = self._parameters()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
-        with Undo() as undo:
+        carrying = nullcontext() if self._state is None else self._state.carried.carrying()
+        with carrying, Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)

@@ -126,7 +126,7 @@ class WarmUp:
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
         """
         session, state, answer = self._session, self._state, layout.answer
-        known = state.tensors().keys()
+        known, places = state.tensors().keys(), state.carried.places()
         held = None if cold.calls else state.watch.held_tensors()
         other_answer = bool(answer.problem_when_hidden)
 
@@ -146,6 +146,7 @@ class WarmUp:
             preflight = Preflight(session.device, generators, observer=observer, draws=draws, bitmaps=bitmaps)
             with state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = self._eager.run(layout.reason, looked)
+                observer.leave_out(state.carried.learn(places, observer.has_read))
         drawn = None if draws is None else draws.path
         self._compare_what_was_read(layout)
         if observer.nested:

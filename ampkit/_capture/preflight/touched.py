@@ -54,7 +54,7 @@ class Touched:
         self._made: set[int] = set()
         # By address, with the user's line that used it first. Numbers of C++ code are such tensors for a moment.
         self._on_host: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._read_on_host: set[int] = set()
+        self._read: set[int] = set()
         self._written_on_host: dict[int, str] = {}
         self.uses: dict[int, Use] = {}
         self.nested: bool = False
@@ -85,7 +85,7 @@ class Touched:
                 self._written_on_host.setdefault(storage_address(tensor), running_line(real_frame()))
             if (use := self.uses.get(storage_address(tensor))) is not None:
                 use.written = True
-        self._read_on_host |= given - addresses(written)
+        self._read |= given - addresses(written)
         self._made |= addresses(tensors_in(result)) - given
 
     def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
@@ -100,8 +100,17 @@ class Touched:
 
     def changed_on_host(self, others: set[int]) -> list[str]:
         """Return the lines that write to tensors on the host which were there before, and which other lines read."""
-        changed = self._on_host.keys() & self._read_on_host - others
+        changed = self._on_host.keys() & self._read - others
         return [line for address, line in self._written_on_host.items() if address in changed]
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Forget that these tensors were used."""
+        for address in addresses(tensors):
+            self.uses.pop(address, None)
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Return whether an operation has read this tensor."""
+        return storage_address(tensor) in self._read
 
     def wrote(self, tensor: Tensor) -> bool:
         """Return whether an operation has made this tensor, or written to it."""

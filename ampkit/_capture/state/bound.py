@@ -54,8 +54,22 @@ class Bound(dict[str, Tensor]):
                 del table[key]
 
 
-def cells(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], own: dict[str, Tensor]) -> Iterator[Cell]:
-    """Yield the cell of every tensor of modules, optimizers, and of a table of ampkit's own."""
+def cells(
+    modules: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    own: dict[str, Tensor],
+    *,
+    computed: bool = False,
+) -> Iterator[Cell]:
+    """Yield the cell of every tensor of modules, optimizers, and of a table of ampkit's own.
+
+    Args:
+        modules: by the name in messages.
+        optimizers: over their parameters.
+        own: the table.
+        computed: whether attributes that require grad count, too. Mostly they are computed in each forward
+            (weight_norm).
+    """
     owners: dict[Tensor, str] = {}
     for prefix, module in _named(modules):
         for table in module_tables(module)[:2]:
@@ -65,8 +79,7 @@ def cells(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], own
                     yield Cell(owners[tensor], table, key)
         attributes = vars(module)
         for key, value in attributes.items():
-            # A tensor that requires grad is computed from parameters in each forward (weight_norm).
-            if is_tensor(value) and not value.requires_grad:
+            if is_tensor(value) and (computed or not value.requires_grad):
                 yield Cell(f"{prefix}.{key}", attributes, key)
     for i, optimizer in enumerate(optimizers):
         for j, (param, state) in enumerate(optimizer.state.items()):

@@ -21,6 +21,7 @@ from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostTensors, HostValues
 from ..host.reads import Reads
 from .bound import Bound, cells
+from .carried import Carried
 from .walk import Objects, Walk
 from .watch import (
     Look,
@@ -211,6 +212,7 @@ class TrainingState:
         self.scaler = scaler
         self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
+        self.carried: Carried = Carried(modules)
         self.watch: StateWatch[Generation] = StateWatch(
             modules,
             self.optimizers,

@@ -1,0 +1,174 @@
+"""State that a call reads and then replaces by a tensor of the same layout; replays call no Python here."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic
+from tape import taped
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with deterministic(), taped() if request.param[0] == "cpu" else nullcontext():
+        yield request.param
+
+
+class Net(nn.Module):
+    """A layer, and what it keeps from call to call; `update` replaces some of that, and returns a tensor of (4,)."""
+
+    def __init__(self, update: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("center", torch.ones(4))
+        self.last, self.hidden = torch.zeros(4), None
+        self.update = update
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Net":
+        super()._apply(fn, recurse)
+        self.last = fn(self.last)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return (y * self.update(self, y.detach().mean(0))).square().mean()
+
+
+def buffer(net: Any, x: Tensor) -> Tensor:
+    net.mean = 0.9 * net.mean + 0.1 * x
+    return net.mean + 1.0
+
+
+def attribute(net: Any, x: Tensor) -> Tensor:
+    net.last = 0.5 * net.last + x
+    return net.last
+
+
+def none_at_first(net: Any, x: Tensor) -> Tensor:
+    net.hidden = x if net.hidden is None else 0.3 * net.hidden + 0.7 * x
+    return net.hidden
+
+
+def several(net: Any, x: Tensor) -> Tensor:
+    return buffer(net, x) * attribute(net, x) + none_at_first(net, x)
+
+
+def last_but_one(net: Any, x: Tensor) -> Tensor:
+    net.last = net.mean
+    net.mean = 0.9 * net.mean + 0.1 * x
+    return net.last - 2.0 * net.mean
+
+
+def change_places(net: Any, x: Tensor) -> Tensor:
+    net.mean, net.center = net.center, net.mean + 0.1 * x
+    return net.mean + 2.0 * net.center
+
+
+def never_read(net: Any, x: Tensor) -> Tensor:
+    net.last = x * 3.0
+    return x + 1.0
+
+
+def rolls(net: Any, x: Tensor) -> Tensor:
+    net.mean = torch.roll(net.mean, 1)
+    net.mean[0] = x[0]
+    return net.mean + 1.0
+
+
+def with_a_gradient(net: Any, x: Tensor) -> Tensor:
+    net.last = net.last.detach() * 0.5 + net.fc.bias
+    return net.last
+
+
+def none_at_first_with_a_gradient(net: Any, x: Tensor) -> Tensor:
+    before = x if net.hidden is None else net.hidden.detach()
+    net.hidden = before * 0.5 + net.fc.bias
+    return net.hidden
+
+
+UPDATES = [buffer, attribute, none_at_first, several, last_but_one, change_places, never_read, rolls, with_a_gradient]
+UPDATES += [none_at_first_with_a_gradient]
+
+
+def trained(engine: Engine, graph: str, update: Callable[[Any, Tensor], Tensor], way: str, **options: Any) -> Any:
+    """Return losses, states and what the net keeps behind each call; and the report."""
+    torch.manual_seed(0)
+    net = Net(update).to(engine[0])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-6, fused=True)
+    step: Any
+    if way == "graphed":
+
+        @ampkit.graphed(modules=(net,), optimizers=(optimizer,), graph=graph, **options)
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = net(x)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    else:
+        accumulate = 2 if way == "accumulate" else 1
+        step = ampkit.graphed_step(lambda net, x: net(x), net, optimizer, graph=graph, accumulate=accumulate, **options)
+    made, found = torch.Generator().manual_seed(1), []
+    for _ in range(16):
+        out = step(torch.randn(3, 4, generator=made).to(engine[0]))
+        kept = {name: None if value is None else value.clone() for name, value in keeps(net).items()}
+        found.append((out if way == "graphed" else out.loss, copy.deepcopy(net.state_dict()), kept))
+    return found, step.report()
+
+
+def keeps(net: Any) -> dict[str, Tensor | None]:
+    return {"mean": net.mean, "center": net.center, "last": net.last, "hidden": net.hidden}
+
+
+@pytest.mark.parametrize("way", ["step", "accumulate", "graphed"])
+@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
+def test_state_that_is_replaced_is_captured(engine: Engine, update: Callable[[Any, Tensor], Tensor], way: str) -> None:
+    """W1: recurrent state, centers and averages that a call replaces: each call finds what eager would find."""
+    eager, _ = trained(engine, "off", update, way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, report = trained(engine, engine[1], update, way, on_failure="raise")
+    assert_same(found, eager)
+    assert report.replays >= 8
+
+
+def grows(net: Any, x: Tensor) -> Tensor:
+    net.last = torch.cat([net.last, x[:1]])
+    return x + net.last.sum()
+
+
+@pytest.mark.parametrize("update", [grows], ids=lambda update: update.__name__)
+def test_what_cannot_be_carried_is_named(engine: Engine, update: Callable[[Any, Tensor], Tensor]) -> None:
+    """W1: a tensor of another shape in each call: a message, and eager's bits."""
+    eager, _ = trained(engine, "off", update, "step")
+    with pytest.warns(ampkit.CaptureWarning):
+        found, report = trained(engine, engine[1], update, "step")
+    assert_same([losses for losses, *_ in found], [losses for losses, *_ in eager])
+    assert report.outcome != "whole"
+
+
+def test_the_tensor_stays_the_same_one(engine: Engine) -> None:
+    """W1: the place holds one tensor from the first call on, which each call changes; a state_dict has its values."""
+    net = Net(buffer).to(engine[0])
+    step = ampkit.graphed_step(
+        lambda net, x: net(x), net, torch.optim.SGD(net.parameters(), lr=2.0**-6, fused=True), graph=engine[1]
+    )
+    first, seen = net.mean, []
+    for _ in range(8):
+        step(torch.ones(3, 4, device=engine[0]))
+        assert net.mean is first
+        seen.append(net.state_dict()["mean"].clone())
+    assert step.replays == 5
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))

@@ -165,10 +165,83 @@ def test_the_tensor_stays_the_same_one(engine: Engine) -> None:
     step = ampkit.graphed_step(
         lambda net, x: net(x), net, torch.optim.SGD(net.parameters(), lr=2.0**-6, fused=True), graph=engine[1]
     )
-    first, seen = net.mean, []
+    given, tensors, seen = net.mean, [], []
     for _ in range(8):
         step(torch.ones(3, 4, device=engine[0]))
-        assert net.mean is first
+        tensors.append(net.mean)
         seen.append(net.state_dict()["mean"].clone())
     assert step.replays == 5
+    assert len({*map(id, tensors)}) == 1
+    assert not given.any()  # whoever has kept the one from before the training finds its values
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(seen))
+
+
+class Centred:
+    """A criterion beside the model, an object, that replaces its own tensor in each call, as DINO's does."""
+
+    def __init__(self, device: str) -> None:
+        self.center = torch.zeros(4, device=device)
+
+    def __call__(self, out: Tensor) -> Tensor:
+        self.center = self.center * 0.9 + 0.1 * out.detach().mean(0)
+        return (out - self.center).square().mean()
+
+
+class CentredModule(nn.Module):
+    """The same as a module with a buffer."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4, device=device))
+
+    forward = Centred.__call__
+
+
+KEPT: dict[str, Any] = {}
+
+
+def in_a_dict(out: Tensor) -> Tensor:
+    KEPT["center"] = KEPT["center"] * 0.9 + 0.1 * out.detach().mean(0)
+    return (out - KEPT["center"]).square().mean()
+
+
+def in_a_list(out: Tensor) -> Tensor:
+    bank = KEPT["bank"]
+    bank[0], bank[1] = bank[1], out.detach().mean(0)
+    return (out - bank[0] + 0.5 * bank[1]).square().mean()
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["", "replaced between"])
+@pytest.mark.parametrize("kind", ["object", "module", "dict", "list"])
+def test_beside_the_model(engine: Engine, kind: str, replaces: bool) -> None:
+    """W1: the same in a criterion, a dict or a list; one that is replaced between two calls is noticed."""
+    device, graph = engine
+
+    def losses(graph: str) -> tuple[list[float], list[Tensor], Any]:
+        torch.manual_seed(0)
+        KEPT.update(center=torch.zeros(4, device=device), bank=[torch.zeros(4, device=device) for _ in range(2)])
+        net = nn.Linear(4, 4).to(device)
+        criterion: Any = {"object": Centred, "module": CentredModule}.get(kind, lambda _: None)(device)
+        criterion = criterion or {"dict": in_a_dict, "list": in_a_list}[kind]
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(lambda net, x: criterion(net(x)), net, optimizer, graph=graph)
+        generator, found, kept = torch.Generator().manual_seed(1), [], []
+        for call in range(24):
+            if call == 10 and replaces:
+                new = torch.full((4,), 3.0, device=device)
+                if kind in ("object", "module"):
+                    criterion.center = new
+                else:
+                    KEPT.update(center=new, bank=[new.clone(), new.clone()])
+            found.append(step(torch.randn(2, 4, generator=generator).to(device)).loss.item())
+            center = KEPT["center"] if kind == "dict" else KEPT["bank"][0] if kind == "list" else criterion.center
+            kept.append(center.clone())
+        return found, kept, step
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)  # that something was replaced
+        expected, centers, _ = losses("off")
+        found, kept, step = losses(graph)
+    assert found == expected
+    assert_same(kept, centers)
+    assert step.replays >= (16 if replaces else 20), (step.replays, step.report().failure)

@@ -126,9 +126,11 @@ class WarmUp:
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
         """
         session, state, answer = self._session, self._state, layout.answer
-        known, places = state.tensors().keys(), state.carried.places()
-        held = None if cold.calls else state.watch.held_tensors()
+        known, held = state.tensors().keys(), state.watch.held_tensors()
+        places = state.carried.places(held)
         other_answer = bool(answer.problem_when_hidden)
+
+        replaced: list[tuple[Tensor, Tensor]] = []
 
         def looked() -> Any:
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
@@ -146,9 +148,12 @@ class WarmUp:
             preflight = Preflight(session.device, generators, observer=observer, draws=draws, bitmaps=bitmaps)
             with state.noting_reads(in_parts=lambda: bool(preflight.findings)):
                 outputs = self._eager.run(layout.reason, looked)
-                observer.leave_out(state.carried.learn(places, observer.has_read))
+                replaced += state.carried.learn(places, held, observer.has_read)
+                observer.take_for_each_other(replaced)
         drawn = None if draws is None else draws.path
         self._compare_what_was_read(layout)
+        if replaced and not len(session.cache):
+            session.settings_history.accept()
         if observer.nested:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
@@ -156,7 +161,7 @@ class WarmUp:
         # repeated, if the warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
         is_first = cold.calls == 0 and session.warmup > 2
         has_made = state.is_undecided() or state.tensors().keys() != known
-        has_kept = held is not None and held.have_begun()
+        has_kept = not cold.calls and held.have_begun()
         if has_kept or (preflight.findings and (is_first or has_made)):
             if is_first or has_kept:
                 layout.count_call(cold)

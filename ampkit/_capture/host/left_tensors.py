@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..._torch.tensors.modules import hook_tables
+from ..._torch.tensors.modules import hook_tables, is_module, module_tables, parts_of
+from ..._torch.tensors.tensors import is_tensor
 from ..._torch.tensors.tree import tensors_in
 from .calls import KEPT_ELSEWHERE
 from .code import given_before
@@ -40,6 +41,8 @@ class LeftTensors:
         for module in modules:
             inside = (value for name, value in vars(module).items() if name not in KEPT_ELSEWHERE)
             held += chain.from_iterable((each.table for each in holders(value, any_name, seen)) for value in inside)
+        beside = [part for value in values if is_module(value) for part in parts_of(value)]
+        held += chain.from_iterable((vars(part), module_tables(part)[1]) for part in beside)
         tables = [*map(vars, modules), *(table for table in held if isinstance(table, (dict, list)))]
         self._before = [(table, dict(_entries(table))) for table in tables]
 
@@ -51,6 +54,11 @@ class LeftTensors:
         """Return whether they hold something else than `contents` returned before: another number, or object."""
         now = self.contents()
         return len(now) != len(before) or not all(map(are_same, before, now))
+
+    def tensors(self) -> Iterator[tuple[Any, Any, Tensor]]:
+        """Yield the tensors that they hold now: the dict or list, the key, and the tensor."""
+        for table, _ in self._before:
+            yield from ((table, key, value) for key, value in _entries(table) if is_tensor(value))
 
     def taken(self) -> list[tuple[Any, Any, Any]]:
         """Return what holds something else now that has tensors in it: the dict or list, the key, and the value."""

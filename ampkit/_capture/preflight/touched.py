@@ -108,6 +108,13 @@ class Touched:
         for address in addresses(tensors):
             self.uses.pop(address, None)
 
+    def take_for_each_other(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Take what was done with the first tensor of each pair for what was done with the second one."""
+        for old, new in pairs:
+            if (use := self.uses.pop(storage_address(old), None)) is not None:
+                use.tensor = weakref.ref(new)
+                self.uses[storage_address(new)] = use
+
     def has_read(self, tensor: Tensor) -> bool:
         """Return whether an operation has read this tensor."""
         return storage_address(tensor) in self._read

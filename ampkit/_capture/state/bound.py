@@ -16,12 +16,12 @@ class Cell(NamedTuple):
 
     Attributes:
         path: what a user calls it.
-        table: the dict that holds the tensor.
+        table: the dict that holds the tensor, or the list.
         key: under which key.
     """
 
     path: str
-    table: dict[Any, Any]
+    table: Any
     key: Any
 
 

@@ -1,76 +1,126 @@
-"""Tensors of modules that calls put others in place of: they are changed in place instead."""
+"""Tensors in modules, objects, dicts and lists that calls put others in place of: they are changed in place."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..._torch.tensors.tensors import storage_address
+from ..host.left_tensors import LeftTensors
 from .bound import Cell, cells
 
 
-class _Place(NamedTuple):
-    """A place of a tensor, and what was there."""
+class _Carry(NamedTuple):
+    """A place of a tensor, and the tensor in it."""
 
     cell: Cell
-    old: Tensor
+    tensor: Tensor
+    of_module: bool
 
 
 class Carried:
     """Has calls change tensors in place that they would replace, as in `self.center = 0.9 * self.center + x.mean()`.
 
-    A graph reads the memory of the old tensor. So the new one is copied into that at the end of the call, eager or in
-    the graph, and the old one is put back. Whoever keeps the old tensor sees its values change. No gradient flows from
-    one call to the next: eager steps cannot have one either, as each frees its autograd graph.
+    A graph reads the memory of one tensor. So the place gets a tensor of ampkit's own. At the end of a call, eager or
+    in the graph, what the call has put there is copied into that one, which is put back. No gradient flows from one
+    call to the next: eager steps cannot have one either, as each frees its autograd graph.
 
     Args:
-        modules: whose tensors these are, by the name in messages.
+        modules: by the name in messages.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._known: dict[str, Cell] = {}
+        self._own: dict[Hashable, _Carry] = {}
 
-    def places(self) -> dict[str, _Place]:
-        """Return all places of tensors as they are now, by path."""
-        found = cells(self._modules, (), {}, computed=True)
-        return {cell.path: _Place(cell, cell.table[cell.key]) for cell in found}
+    def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
+        """Return all places of tensors as they are now: those of modules, and those that variables lead to.
 
-    def learn(self, before: Mapping[str, _Place], is_read: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Take note of what a call has replaced, and put it back now. Return the tensors that are back.
+        Args:
+            held: the latter.
+        """
+        found = {_key(cell): _Carry(cell, _entry(cell), True) for cell in cells(self._modules, (), {}, computed=True)}
+        for table, key, value in held.tensors():
+            cell = Cell(f"what calls replace under {key!r}", table, key)
+            found.setdefault(_key(cell), _Carry(cell, value, False))
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of ampkit's own that no module has, by what messages call them."""
+        others = (kept for kept in self._own.values() if not kept.of_module)
+        return {f"{kept.cell.path} ({i})": kept.tensor for i, kept in enumerate(others)}
+
+    def learn(
+        self, before: Mapping[Hashable, _Carry], held: LeftTensors, is_read: Callable[[Tensor], bool]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Give places in which a call has replaced a tensor one of ampkit's own. Return what was there, with these.
 
         Args:
             before: what `places` has returned before the call.
-            is_read: returns whether the call has read a tensor. One with a gradient that no call reads, as a weight
-                that each forward computes, needs no copy.
+            held: as it was given to that.
+            is_read: returns whether the call has read a tensor.
         """
-        rebound = {}
-        for path, (cell, new) in self.places().items():
-            place = before.get(path)
-            if place is not None and _fits(place.old, new) and (not new.requires_grad or is_read(place.old)):
-                rebound[path] = _Place(cell, place.old)
+        now, rebound = self.places(held), dict[Hashable, _Carry]()
+        olds = {storage_address(kept.tensor) for kept in before.values()}
+        for key, kept in now.items():
+            old = before[key].tensor if key in before else None
+            if old is None or not _fits(old, kept.tensor):
+                continue
+            # What no call reads, as a weight that each forward computes, needs no copy. But graphs hold what lies in
+            # modules and has no gradient, and a tensor that was moved has to keep its values.
+            held_by_graphs = kept.of_module and not kept.tensor.requires_grad
+            if held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds:
+                rebound[key] = kept
         while rebound:
-            # A tensor that something else has now, as a buffer for the last but one, keeps its values.
-            others = {storage_address(new) for path, (_, new) in self.places().items() if path not in rebound}
-            kept = [path for path, place in rebound.items() if storage_address(place.old) in others]
-            if not kept:
+            # A tensor that something else has now, as a buffer for the last but one, has to keep its values.
+            others = {storage_address(kept.tensor) for key, kept in now.items() if key not in rebound}
+            shared = [key for key in rebound if storage_address(before[key].tensor) in others]
+            if not shared:
                 break
-            rebound = {path: place for path, place in rebound.items() if path not in kept}
-        _put_back([*rebound.values()])
-        self._known.update((path, place.cell) for path, place in rebound.items())
-        return [place.old for place in rebound.values()]
+            rebound = {key: kept for key, kept in rebound.items() if key not in shared}
+        for key, kept in rebound.items():
+            self._own[key] = kept._replace(tensor=kept.tensor.detach().clone())
+            _put(kept.cell, self._own[key].tensor)
+        return [(before[key].tensor, self._own[key].tensor) for key in rebound]
 
     @contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context of a call. An error leaves what the call has left."""
-        before = [_Place(cell, cell.table[cell.key]) for cell in self._known.values() if cell.key in cell.table]
+        """Context of a call. An error leaves what the call has left. Sync: none."""
+        present = [
+            kept for kept in self._own.values() if _entry(kept.cell) is kept.tensor
+        ]  # others were replaced since
         yield
-        _put_back([place for place in before if _fits(place.old, place.cell.table.get(place.cell.key))])
+        pairs = [(kept, new) for kept in present if _fits(kept.tensor, new := _entry(kept.cell))]
+        with torch.no_grad():
+            own = {storage_address(kept.tensor) for kept, _ in pairs}
+            # Two may have changed places.
+            pairs = [(kept, new.clone() if storage_address(new) in own else new) for kept, new in pairs]
+            for kept, new in pairs:
+                kept.tensor.copy_(new)
+                _put(kept.cell, kept.tensor)
 
 
-def _fits(old: object, new: object) -> bool:
+def _key(cell: Cell) -> Hashable:
+    return id(cell.table), cell.key
+
+
+def _entry(cell: Cell) -> Any:
+    """Return what is in a place, None if it is gone."""
+    if isinstance(cell.table, dict):
+        return dict.get(cell.table, cell.key)
+    return cell.table[cell.key] if cell.key < len(cell.table) else None
+
+
+def _put(cell: Cell, tensor: Tensor) -> None:
+    if isinstance(cell.table, dict):
+        dict.__setitem__(cell.table, cell.key, tensor)
+    else:
+        list.__setitem__(cell.table, cell.key, tensor)
+
+
+def _fits(old: Tensor, new: object) -> bool:
     """Return whether a tensor was replaced by another one of its layout, in memory of its own."""
     if new is old or type(new) is not Tensor or type(old) is not Tensor:
         return False
@@ -78,15 +128,3 @@ def _fits(old: object, new: object) -> bool:
         return False
     same = (new.shape, new.stride(), new.dtype, new.device) == (old.shape, old.stride(), old.dtype, old.device)
     return same and storage_address(new) != storage_address(old)
-
-
-def _put_back(places: Sequence[_Place]) -> None:
-    """Copy what is in these places into the tensors that were there before, and put these back. Sync: none."""
-    with torch.no_grad():
-        olds = {storage_address(place.old) for place in places}
-        news = [place.cell.table[place.cell.key] for place in places]
-        news = [new.clone() if storage_address(new) in olds else new for new in news]  # two may have changed places
-        for (cell, old), new in zip(places, news, strict=True):
-            kept = old.detach() if old.requires_grad else old
-            kept.copy_(new)
-            cell.table[cell.key] = kept

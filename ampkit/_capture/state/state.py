@@ -280,7 +280,7 @@ class TrainingState:
         bound = {path: table[key] for path, table, key in cells(self.modules, self.optimizers, self.own)}
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
-        return Bound(bound, self.modules)
+        return Bound(bound | self.carried.tensors(), self.modules)
 
     def are_own(self, addresses: set[int]) -> bool:
         """Return whether all these addresses are of tensors of ampkit's own, or 0."""

@@ -455,12 +455,13 @@ def main(argv: Sequence[str]) -> int:
     if device == "cpu" and args.graph == "auto":
         parser.error("torch finds no CUDA device here. Pass --graph tape.")
     kinds: Counter[str] = Counter()
-    for seed in range(args.seed, args.seed + args.count):
-        setup = draw(seed, args.only)
-        verdict = judge(setup, args.graph, device)
-        kinds[verdict.kind] += 1
-        if args.show or verdict.kind not in TOLERATED:
-            print(f"{seed}: {verdict.kind}: {setup}: {verdict.what[:400]}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # a run that is cut says what it has done
+        for seed in range(args.seed, args.seed + args.count):
+            setup = draw(seed, args.only)
+            verdict = judge(setup, args.graph, device)
+            kinds[verdict.kind] += 1
+            if args.show or verdict.kind not in TOLERATED:
+                print(f"{seed}: {verdict.kind}: {setup}: {verdict.what[:400]}", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
     return 0 if all(kind in TOLERATED for kind in kinds) else 1
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..._text import CONSTANTS
 from ..._torch.compile import never_compile_by_itself
 from ..._undo import Undo, replace
-from ..._user_line import is_users_call, running_line, wraps_operations
+from ..._user_line import is_in_users_file, running_line, wraps_operations
 from ..host.constants import are_same
 from ..state.state import TrainingState
 from .host_values import receive
@@ -83,9 +84,11 @@ class HostChanges:
 
         @functools.wraps(original)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            if threading.get_ident() == thread and (is_users_call(frame) or frame.f_code.co_filename == _LOGGING):
-                self._printing += filter(None, [running_line(frame)])
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename == _LOGGING:
+                frame = frame.f_back
+            if threading.get_ident() == thread and frame is not None and is_in_users_file(frame):  # not by torch
+                self._printing.append(running_line(frame))
             return original(*args, **kwargs)
 
         never_compile_by_itself(noted)

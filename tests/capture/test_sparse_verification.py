@@ -18,6 +18,7 @@ from ampkit._capture.compare.schedule import SPARSE, ComparisonSchedule
 from ampkit._capture.compare.verify import Verifier
 
 Engine = tuple[str, str]
+MORE = [pytest.mark.slow, pytest.mark.seeds]
 
 
 def net_of(device: str) -> nn.Module:
@@ -110,7 +111,7 @@ def flipped(value: float, bit: int) -> float:
 CONSTANTS = (0.75, 1.5, -0.3, 0.05, 1.1)  # each of them decides about bits: some activations are beyond 0.05
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=MORE) for seed in range(15, 100))])
 @pytest.mark.quick(5)
 def test_a_flipped_bit_of_a_constant_is_found(engine: Engine, seed: int) -> None:
     """W6: a high bit of a number that a graph holds is another one: the next comparison finds it; bits are eager's."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import ampkit
 
 Engine = tuple[str, str]
+MORE = [pytest.mark.slow, pytest.mark.seeds]
 
 
 class SetUp(NamedTuple):
@@ -155,7 +156,7 @@ def with_ampkit(setup: SetUp, engine: Engine, arithmetic: str = "torch") -> tupl
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=MORE) for seed in range(20, 60))])
 @pytest.mark.quick(6)
 def test_the_bits_of_a_loop_of_torch(engine: Engine, seed: int) -> None:
     """W7: parameters, moments, losses and norms are those of the loop, bit by bit, clipped, scaled or not."""

@@ -204,17 +204,24 @@ class LeavesByHook(Piece):
 
 
 class Recurs(Piece):
-    """Keeps a hidden state, None at first, or zeros, in the model or in itself."""
+    """Keeps a hidden state, None at first, or zeros: in a dict or an attribute of the model, or in itself."""
 
     def __init__(self, pick: random.Random, place: int) -> None:
         super().__init__(pick, place)
-        self.in_net, self.hidden = pick.random() < 0.5, torch.zeros(WIDTH) if pick.random() < 0.5 else None
+        self.where, self.hidden = pick.randrange(3), torch.zeros(WIDTH) if pick.random() < 0.5 else None
+        self.name = f"hidden{place}"
+
+    def between(self, i: int, net: Any, optimizer: torch.optim.Optimizer) -> None:
+        if not i and self.where == 1:
+            setattr(net, self.name, None if self.hidden is None else self.hidden.to(net.second.weight))
 
     def use(self, net: Any, h: Tensor) -> Tensor:
-        before = net.kept.get("hidden") if self.in_net else self.hidden
+        before = [net.kept.get("hidden"), getattr(net, self.name, None), self.hidden][self.where]
         now = h.mean(0) if before is None else h.mean(0) + 0.5 * before.detach().to(h)
-        if self.in_net:
+        if self.where == 0:
             net.kept["hidden"] = now
+        elif self.where == 1:
+            setattr(net, self.name, now)
         else:
             self.hidden = now
         return h + now

@@ -93,7 +93,7 @@ class Layout:
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
         self.timing: Timing = Timing()
-        self._has_differed = False
+        self._has_differed = self._looks_again = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
 
@@ -110,6 +110,19 @@ class Layout:
         """Take note of what the call under the preflight has shown, "" if it was nothing."""
         self.problem = problem
         cold.checked = True  # last, or an interrupt could hide the problem
+
+    def look_again(self, cold: Cold, problem: str) -> None:
+        """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.
+
+        Args:
+            cold: the stage.
+            problem: why the layout cannot be captured, if that did not help.
+        """
+        if self._looks_again:
+            self.problem = problem
+        else:
+            self._looks_again = True
+            cold.checked, cold.calls_left = False, 2
 
     def note_reads(self, why_unreadable: str) -> None:
         """Take note of why it cannot be told what a call has read, "" if it can."""

@@ -78,8 +78,10 @@ class WarmUp:
                 if not cold.checked:
                     outputs, drawn = self._call_under_preflight(layout, cold, call)
                 elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
-                    outputs = self._rehearse(layout, call)
+                    outputs, is_seen = self._rehearse(layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
+                    if not is_seen:
+                        layout.look_again(cold, _REPLACES)
                 else:
                     outputs = self._call(layout, cold, call)
                     layout.count_call(cold)
@@ -103,7 +105,11 @@ class WarmUp:
             layout.timing.eager.add(call.start, self._session.clock.now())
         return outputs
 
-    def _rehearse(self, layout: Layout, call: EagerCall) -> Any:
+    def _rehearse(self, layout: Layout, call: EagerCall) -> tuple[Any, bool]:
+        """Make the call. Return what it returns, and whether the preflight has seen each place that it has replaced."""
+        carried, held = self._state.carried, self._state.watch.held_tensors()
+        places = carried.places(held)
+
         def rehearsal() -> Any:
             # As in a capture, the batch was not made in inference mode, and code that asks gets the same answer.
             with (
@@ -118,7 +124,7 @@ class WarmUp:
             outputs = self._eager.run(layout.reason, rehearsal)
         self._compare_what_was_read(layout)
         layout.note_writes(self._state.reads.writes(self._session.options.may_stop))
-        return outputs
+        return outputs, not carried.has_more(places, held)
 
     def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> tuple[Any, DrawPath | None]:
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
@@ -191,6 +197,10 @@ class WarmUp:
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 
 
+_REPLACES = (
+    "each call replaces a tensor that calls read, in an attribute, a dict or a list, in a way that a graph cannot "
+    "follow. Keep it in a buffer, and change that in place (copy_)."
+)
 _FEW = 2  # layouts; more may be one in each call
 _WRITTEN = (
     "{0} is changed by each call, which a replay would not do. Count in a tensor on the device, return what is to be "

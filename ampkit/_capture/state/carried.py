@@ -34,6 +34,7 @@ class Carried:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._own: dict[Hashable, _Carry] = {}
+        self._judged: set[Hashable] = set()
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
         """Return all places of tensors as they are now: those of modules, and those that variables lead to.
@@ -73,17 +74,32 @@ class Carried:
             held_by_graphs = kept.of_module and not kept.tensor.requires_grad
             if held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds:
                 rebound[key] = kept
+        left: set[Hashable] = set()
         while rebound:
-            # A tensor that something else has now, as a buffer for the last but one, has to keep its values.
-            others = {storage_address(kept.tensor) for key, kept in now.items() if key not in rebound}
+            # A tensor that something else has got in the call, as a tuple of the last ones, has to keep its values.
+            got = {key: kept for key, kept in now.items() if key not in before or before[key].tensor is not kept.tensor}
+            others = {storage_address(kept.tensor) for key, kept in got.items() if key not in rebound}
             shared = [key for key in rebound if storage_address(before[key].tensor) in others]
             if not shared:
                 break
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
+            left |= set(shared)
+        # Of what was read and cannot be carried, the next call may have one that can, as of another dtype at first.
+        self._judged |= rebound.keys()
+        self._judged |= {key for key in before.keys() & now.keys() if not is_read(before[key].tensor)} - left
         for key, kept in rebound.items():
             self._own[key] = kept._replace(tensor=kept.tensor.detach().clone())
             _put(kept.cell, self._own[key].tensor)
         return [(before[key].tensor, self._own[key].tensor) for key in rebound]
+
+    def has_more(self, before: Mapping[Hashable, _Carry], held: LeftTensors) -> bool:
+        """Return whether a call has replaced a tensor in a place of which `learn` has seen no tensor replaced.
+
+        So it is where an earlier call has found None there, as behind a reset of a hidden state.
+        """
+        now = self.places(held)
+        replaced = {key for key in before.keys() & now.keys() if now[key].tensor is not before[key].tensor}
+        return not replaced <= self._judged
 
     @contextmanager
     def carrying(self) -> Iterator[None]:

@@ -159,6 +159,41 @@ def test_what_cannot_be_carried_is_named(engine: Engine, update: Callable[[Any, 
     assert report.outcome != "whole"
 
 
+@pytest.mark.parametrize("first", ["None", "zeros"])
+def test_a_backward_into_earlier_calls_is_named(engine: Engine, first: str) -> None:
+    """W1: where `retain_graph=True` lets gradients flow through the state, a copy of it would cut them off."""
+    device, graph = engine
+
+    def through(net: Any, x: Tensor) -> Tensor:
+        y = net.fc.bias + x
+        net.hidden = y if net.hidden is None else 0.3 * torch.tanh(net.hidden) + y
+        return net.hidden
+
+    def trained_with(graph: str) -> tuple[list[tuple[float, Tensor]], Any]:
+        torch.manual_seed(0)
+        net = Net(through).to(device)
+        net.hidden = None if first == "None" else torch.zeros(4, device=device)
+
+        @ampkit.graphed(modules=(net,), graph=graph)
+        def step(x: Tensor) -> Tensor:
+            net.zero_grad()
+            loss: Tensor = net(x)
+            loss.backward(retain_graph=True)
+            return loss
+
+        made, found = torch.Generator().manual_seed(1), []
+        for _ in range(10):
+            loss = step(torch.randn(3, 4, generator=made).to(device)).item()
+            found.append((loss, net.fc.bias.grad.clone()))
+        return found, step.report()
+
+    expected, _ = trained_with("off")
+    with pytest.warns(ampkit.CaptureWarning, match="reads a tensor that is no argument"):
+        found, report = trained_with(graph)
+    assert_same(found, expected)
+    assert report.replays == 0
+
+
 def test_the_tensor_stays_the_same_one(engine: Engine) -> None:
     """W1: the place holds one tensor from the first call on, which each call changes; a state_dict has its values."""
     net = Net(buffer).to(engine[0])

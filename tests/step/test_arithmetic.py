@@ -128,26 +128,31 @@ def with_torch(setup: SetUp, device: str) -> dict[str, Any]:
     return results(trained, losses, norms)
 
 
-def with_ampkit(setup: SetUp, engine: Engine, arithmetic: str = "torch") -> tuple[dict[str, Any], ampkit.Report]:
+def step_of(setup: SetUp, engine: Engine, arithmetic: str = "torch") -> tuple[Trained, ampkit.GraphedStep]:
+    """Return the same as a step, and what it trains."""
     device, graph = engine
     trained = made(setup, device, ampkit.GradScaler)
     policy = None if setup.dtype is None else f"compute={str(setup.dtype).removeprefix('torch.')}"
+    return trained, ampkit.graphed_step(
+        loss_fn,
+        trained.net,
+        trained.optimizer,
+        policy=policy,
+        scaler=trained.scaler,
+        max_norm=setup.max_norm,
+        accumulate=setup.accumulate,
+        scheduler=trained.scheduler,
+        arithmetic=arithmetic,
+        graph=graph,
+    )
+
+
+def with_ampkit(setup: SetUp, engine: Engine, arithmetic: str = "torch") -> tuple[dict[str, Any], ampkit.Report]:
     losses, norms = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampkit.AmpkitWarning)  # of an optimizer that steps behind the graph
-        step = ampkit.graphed_step(
-            loss_fn,
-            trained.net,
-            trained.optimizer,
-            policy=policy,
-            scaler=trained.scaler,
-            max_norm=setup.max_norm,
-            accumulate=setup.accumulate,
-            scheduler=trained.scheduler,
-            arithmetic=arithmetic,
-            graph=graph,
-        )
-        for call, batch in enumerate(batches(setup, device)):
+        trained, step = step_of(setup, engine, arithmetic)
+        for call, batch in enumerate(batches(setup, engine[0])):
             out = step(*batch)
             losses.append(out.loss)
             if (call + 1) % setup.accumulate == 0 and setup.max_norm is not None:
@@ -191,22 +196,11 @@ def test_the_default_has_other_last_bits_where_it_clips(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rate_that_changes_moves_the_optimizer_behind_the_graph(engine: Engine) -> None:
     """W7: a graph would hold a number: the optimizer steps behind it, which is said once; a tensor stays in it."""
-    device, graph = engine
+    device, _ = engine
     setup = PLAIN._replace(scheduled=True)
     with deterministic():
         expected = with_torch(setup, device)
-        trained = made(setup, device, ampkit.GradScaler)
-        step = ampkit.graphed_step(
-            loss_fn,
-            trained.net,
-            trained.optimizer,
-            policy="compute=float16",
-            scaler=trained.scaler,
-            max_norm=setup.max_norm,
-            scheduler=trained.scheduler,
-            arithmetic="torch",
-            graph=graph,
-        )
+        trained, step = step_of(setup, engine)
         with pytest.warns(ampkit.CaptureWarning, match=r"AdamW has numbers .* Pass lr=torch\.tensor") as said:
             outs = [step(*batch) for batch in batches(setup, device)]
         assert_same(results(trained, [out.loss for out in outs], [out.grad_norm for out in outs]), expected)
@@ -216,7 +210,7 @@ def test_a_rate_that_changes_moves_the_optimizer_behind_the_graph(engine: Engine
 
         tensor = setup._replace(rate=torch.tensor(1e-3, device=device))
         expected = with_torch(tensor, device)
-        found, report = with_ampkit(setup._replace(rate=torch.tensor(1e-3, device=device)), engine)
+        found, report = with_ampkit(tensor._replace(rate=torch.tensor(1e-3, device=device)), engine)
     assert_same(found, expected)
     assert (report.replays, report.eager_optimizer) == (9, None)
 
@@ -224,22 +218,11 @@ def test_a_rate_that_changes_moves_the_optimizer_behind_the_graph(engine: Engine
 @pytest.mark.parametrize("engine", ENGINES)
 def test_scan_and_window(engine: Engine) -> None:
     """W7: several steps, or micro-batches, in one call have the same bits."""
-    device, graph = engine
+    device, _ = engine
     for setup, many in ((PLAIN, "scan"), (PLAIN._replace(accumulate=2), "window")):
         with deterministic():
             expected = with_torch(setup, device)
-            trained = made(setup, device, ampkit.GradScaler)
-            step = ampkit.graphed_step(
-                loss_fn,
-                trained.net,
-                trained.optimizer,
-                policy="compute=float16",
-                scaler=trained.scaler,
-                max_norm=setup.max_norm,
-                accumulate=setup.accumulate,
-                arithmetic="torch",
-                graph=graph,
-            )
+            trained, step = step_of(setup, engine)
             given = [*batches(setup, device)]
             size = 4 if many == "scan" else 2
             stacks = [

@@ -100,9 +100,11 @@ class Verifier:
             args, kwargs = tree_unflatten([*used], captured.inputs.spec.tree)
             return eager(*args, **kwargs)
 
-        watches, captured.compared = not captured.compared, True
+        def replay() -> Any:
+            return captured.replay(captured.inputs.copies_of(given))
+
         try:
-            verdict = self.compare(lambda: captured.replay(captured.inputs.copies_of(given)), call, watches=watches)
+            verdict = self.compare(replay, call, watches=not captured.compared)
         except torch.OutOfMemoryError:  # the state is as it was before
             if self.ranks.several:
                 raise
@@ -110,6 +112,7 @@ class Verifier:
         finally:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # copies of the state, which no step needs
+        captured.compared = True
         for leaf, after in zip(leaves, used, strict=True):
             if isinstance(leaf, Tensor) and version(after):  # changed in place
                 leaf.copy_(after)

@@ -66,7 +66,7 @@ class WarmUp:
         with Undo() as undo:
             undo.note(modes())
             if cold.calls_left > preflight_left:  # there may be no other call of it: nothing is looked at
-                # To have segments grow takes 10 ms: torch lists all memory to tell its settings.
+                # To have segments grow is slow: torch lists all memory to tell its settings.
                 with self._segments() if len(self._session.layouts) <= _FEW else nullcontext():
                     outputs = self._call(layout, cold, call)
                 layout.count_call(cold)
@@ -152,7 +152,8 @@ class WarmUp:
             draws = DrawRecorder(session.device) if self._draws.enabled else None
             generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
             preflight = Preflight(session.device, generators, observer=observer, draws=draws, bitmaps=bitmaps)
-            with state.noting_reads(in_parts=lambda: bool(preflight.findings)):
+            noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
+            with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
                 replaced += state.carried.learn(places, held, observer.has_read)
                 observer.take_for_each_other(replaced)

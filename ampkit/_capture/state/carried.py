@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..._torch.tensors.tensors import storage_address
-from ..host.left_tensors import LeftTensors
+from ..._undo import Undo
+from ..host.left_tensors import LeftTensors, put
 from .bound import Cell, cells
 
 
@@ -24,8 +26,8 @@ class Carried:
     """Has calls change tensors in place that they would replace, as in `self.center = 0.9 * self.center + x.mean()`.
 
     A graph reads the memory of one tensor. So the place gets a tensor of ampkit's own. At the end of a call, eager or
-    in the graph, what the call has put there is copied into that one, which is put back. No gradient flows from one
-    call to the next: eager steps cannot have one either, as each frees its autograd graph.
+    in the graph, what the call has put there is copied into that one, which is put back. It has no gradient. So a place
+    is left alone if a backward goes through its tensor into an earlier call, as `retain_graph=True` lets it.
 
     Args:
         modules: by the name in messages.
@@ -35,6 +37,7 @@ class Carried:
         self._modules = modules
         self._own: dict[Hashable, _Carry] = {}
         self._judged: set[Hashable] = set()
+        self._with_gradient: set[Hashable] = set()  # places through whose tensors a backward of the call goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
         """Return all places of tensors as they are now: those of modules, and those that variables lead to.
@@ -64,49 +67,59 @@ class Carried:
             is_read: returns whether the call has read a tensor.
         """
         now, rebound = self.places(held), dict[Hashable, _Carry]()
-        olds = {storage_address(kept.tensor) for kept in before.values()}
-        for key, kept in now.items():
-            old = before[key].tensor if key in before else None
-            if old is None or not _fits(old, kept.tensor):
-                continue
+        replaced, olds = _replaced(before, now), {storage_address(kept.tensor) for kept in before.values()}
+        for key in replaced:
+            old, kept = before[key].tensor, now[key]
+            # Whether a backward goes through a tensor is shown by the call behind that which has made it.
+            is_cut = key not in self._with_gradient and (old.grad_fn is not None or not kept.tensor.requires_grad)
             # What no call reads, as a weight that each forward computes, needs no copy. But graphs hold what lies in
             # modules and has no gradient, and a tensor that was moved has to keep its values.
             held_by_graphs = kept.of_module and not kept.tensor.requires_grad
-            if held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds:
+            counts = held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds
+            if is_cut and counts and _fits(old, kept.tensor):
                 rebound[key] = kept
-        left: set[Hashable] = set()
+        # Of what was read and cannot be carried, the next call may have one that can, as of another dtype at first.
+        unread = {key for key in replaced if not is_read(before[key].tensor)}
         while rebound:
             # A tensor that something else has got in the call, as a tuple of the last ones, has to keep its values.
             got = {key: kept for key, kept in now.items() if key not in before or before[key].tensor is not kept.tensor}
             others = {storage_address(kept.tensor) for key, kept in got.items() if key not in rebound}
-            shared = [key for key in rebound if storage_address(before[key].tensor) in others]
+            shared = {key for key in rebound if storage_address(before[key].tensor) in others}
             if not shared:
                 break
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
-            left |= set(shared)
-        # Of what was read and cannot be carried, the next call may have one that can, as of another dtype at first.
-        self._judged |= rebound.keys()
-        self._judged |= {key for key in before.keys() & now.keys() if not is_read(before[key].tensor)} - left
+            unread -= shared
+        self._judged |= rebound.keys() | unread
         for key, kept in rebound.items():
             self._own[key] = kept._replace(tensor=kept.tensor.detach().clone())
             _put(kept.cell, self._own[key].tensor)
         return [(before[key].tensor, self._own[key].tensor) for key in rebound]
 
+    @contextmanager
+    def noting_gradients(self, before: Mapping[Hashable, _Carry]) -> Iterator[None]:
+        """Context of a call that `learn` is to judge. It notes through which of these tensors a backward goes."""
+        self._with_gradient = set()
+        with Undo() as undo:
+            for key, kept in before.items():
+                if kept.tensor.grad_fn is not None:
+                    undo.note(kept.tensor.grad_fn.register_prehook(partial(self._note_gradient, key)).remove)
+            yield
+
+    def _note_gradient(self, key: Hashable, _: object) -> None:
+        self._with_gradient.add(key)
+
     def has_more(self, before: Mapping[Hashable, _Carry], held: LeftTensors) -> bool:
-        """Return whether a call has replaced a tensor in a place of which `learn` has seen no tensor replaced.
+        """Return whether a call has replaced a tensor in a place of which `learn` has judged none.
 
         So it is where an earlier call has found None there, as behind a reset of a hidden state.
         """
-        now = self.places(held)
-        replaced = {key for key in before.keys() & now.keys() if now[key].tensor is not before[key].tensor}
-        return not replaced <= self._judged
+        return not self._judged.issuperset(_replaced(before, self.places(held)))
 
     @contextmanager
     def carrying(self) -> Iterator[None]:
         """Context of a call. An error leaves what the call has left. Sync: none."""
-        present = [
-            kept for kept in self._own.values() if _entry(kept.cell) is kept.tensor
-        ]  # others were replaced since
+        # Others were replaced since.
+        present = [kept for kept in self._own.values() if _entry(kept.cell) is kept.tensor]
         yield
         pairs = [(kept, new) for kept in present if _fits(kept.tensor, new := _entry(kept.cell))]
         with torch.no_grad():
@@ -130,10 +143,12 @@ def _entry(cell: Cell) -> Any:
 
 
 def _put(cell: Cell, tensor: Tensor) -> None:
-    if isinstance(cell.table, dict):
-        dict.__setitem__(cell.table, cell.key, tensor)
-    else:
-        list.__setitem__(cell.table, cell.key, tensor)
+    put([(cell.table, cell.key, tensor)])
+
+
+def _replaced(before: Mapping[Hashable, _Carry], now: Mapping[Hashable, _Carry]) -> list[Hashable]:
+    """Return the places that hold another tensor than before."""
+    return [key for key, kept in now.items() if key in before and before[key].tensor is not kept.tensor]
 
 
 def _fits(old: Tensor, new: object) -> bool:

@@ -4,8 +4,8 @@
     PYTHONPATH=. python tests/benchmarks/never_captured.py --device cpu     with emulated graphs
 
 One model (20 linear layers of 256, LayerNorm, GELU), 64 samples, fused AdamW. What is new: an argument, the weight
-decay, or the batch size. Each way is trained after the same one with graph="off":
-the median of the calls from 40 on beside its median, and how many of its calls the first 40 have taken more than 40.
+decay, or the batch size. Its calls and those of the same step with graph="off" take turns:
+the median of the calls from 40 on beside that one's, and how many of its calls the first 40 have taken more than 40.
 
 Then the calls before a capture, of steps that consist of many small operations, as multiples of an eager call.
 """
@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,24 +44,27 @@ def timed(call: Callable[[], object], device: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def trained(new: str, graph: str, device: str) -> list[float]:
-    """Return the milliseconds of each call."""
-    model = layers(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def trained(new: str, graphs: list[str], device: str) -> list[list[float]]:
+    """Return the milliseconds of each call, for each way to use graphs. The ways take turns."""
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor, number: int) -> Tensor:
         return F.cross_entropy(model(x), y)
 
-    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph)
-    found = []
+    models = [layers(device) for _ in graphs]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in models]
+    made = zip(models, optimizers, graphs, strict=True)
+    steps = [ampkit.graphed_step(loss_fn, model, optimizer, graph=graph) for model, optimizer, graph in made]
+    found: list[list[float]] = [[] for _ in graphs]
     for i in range(CALLS):
         size = 64 + (i if new == "the batch size" else 0)
         x, y = torch.randn(size, 256, device=device), torch.randint(4, (size,), device=device)
-        if new == "weight decay":
-            optimizer.param_groups[0]["weight_decay"] = 0.04 + i * 1e-4
         number = i if new == "an argument" else 0
-        found.append(timed(lambda x=x, y=y, number=number: step(x, y, number), device))
-    step.close()
+        for step, optimizer, times in zip(steps, optimizers, found, strict=True):
+            if new == "weight decay":
+                optimizer.param_groups[0]["weight_decay"] = 0.04 + i * 1e-4
+            times.append(timed(partial(step, x, y, number), device))
+    for step in steps:
+        step.close()
     return found
 
 
@@ -93,11 +97,11 @@ def main() -> None:
     warnings.simplefilter("ignore", ampkit.CaptureWarning)
     graph = "auto" if args.device == "cuda" else "emulate"
     print(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", torch.__version__)
-    trained("nothing", "off", args.device)
+    trained("nothing", ["off"], args.device)
     before_capture(10, graph, args.device)  # what a process does once
     print(f"{'new in each call':16s} {'eager, ms':>9s} {'from 40 on':>11s} {'more before':>12s}")
     for new in args.new:
-        off, found = trained(new, "off", args.device), trained(new, graph, args.device)
+        off, found = trained(new, ["off", graph], args.device)
         ms = statistics.median(off[SETTLED:])
         more = sum(found[:SETTLED]) / ms - SETTLED
         print(f"{new:16s} {ms:9.2f} {statistics.median(found[SETTLED:]) / ms:10.2f}x {more:12.0f}", flush=True)

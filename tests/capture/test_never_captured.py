@@ -304,6 +304,41 @@ def test_what_varies_is_an_error(engine: Engine, case: str) -> None:
         assert word in str(raised.value)
 
 
+LOOKS = {
+    "number": 1,
+    "number by position": 1,
+    "argument of a function": 1,
+    "text": 1,
+    "structure": 1,
+    "shapes": 1,
+    "momentum of OneCycleLR": 2,
+    "weight decay": 2,
+    "replaced buffer": 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", LOOKS)
+@pytest.mark.sampled(3)
+def test_what_varies_is_hardly_looked_at(engine: Engine, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W8: a call is looked at by a dispatch mode: the first one, and another one if no argument is what varies."""
+    looked = []
+    forward = nn.Linear.forward
+
+    def noted(self: nn.Linear, x: Tensor) -> Tensor:
+        looked.append(bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", noted)
+    _, call = CASES[case].make(engine, host_writes="ignore")
+    for i in range(100):
+        call(i)
+    assert len(looked) == 100
+    assert sum(looked) == LOOKS[case]
+    assert looked[0]
+
+
 def test_an_error_ends_where_the_batch_does_not_vary_any_more() -> None:
     """R9: the step of the call that raises is not done; calls after it that do not vary are captured."""
     step, model, _ = make(CPU, on_failure="raise")
@@ -333,27 +368,6 @@ def test_a_replay_ends_it() -> None:
     report = step.report()
     assert (report.captures, report.replays, report.failure) == (1, 3, None)
     assert report.eager == {"warm-up": 31, "warm-up: batch['step'] kept changing": 40 + 26 - 31 - 3}
-
-
-@pytest.mark.parametrize("varies", ["an argument", "a buffer"])
-def test_two_preflights_at_most_while_no_graph_is_replayed(varies: str) -> None:
-    """R9: it takes as long as many eager steps, so that the third key and later ones have it at their second call."""
-    preflights = 0
-    model = nn.Linear(4, 2)
-    model.register_buffer("mean", torch.zeros(()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-
-    def loss_fn(model: nn.Module, x: Tensor, step: int) -> Tensor:
-        nonlocal preflights
-        preflights += torch.is_anomaly_enabled()  # nodes keep their lines
-        if varies == "a buffer":
-            model.mean = (model.mean * 0.9).reshape([1] if model.mean.ndim == 0 else [])  # another shape each time
-        return model(x).square().mean() + model.mean.sum()
-
-    step = ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate")
-    assert len(told(lambda i: step(torch.ones(2, 4), step=i * (varies == "an argument")), 100)) == 1
-    assert preflights == 2
-    assert step.report().replays == 0
 
 
 def test_a_growth_interval_that_varies() -> None:

@@ -70,7 +70,7 @@ class Engine:
         self._capture = LayoutCapture(session, self._draws)
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
-        self._early = 2  # layouts that are looked at in their first call
+        self._early = 2  # layouts that are still to be looked at in their first call
         self.replays: int = 0
         # How many calls are still to come.
         self._starts_to_mark = 0
@@ -251,10 +251,10 @@ class Engine:
         if call.start is not None and self._ranks.several:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        self._state.renew_gradient_nodes()
-        # Most layouts that come later have one call, if there is something new in each call. What the second one is new
-        # by may be what the step itself has changed: a look at it tells.
-        is_early, self._early = self._early > 0 and not cold.calls, self._early - (not cold.calls)
+        # Most layouts that come later have one call, if there is something new in each call. If the second one is not
+        # new by its input, the step itself may have changed what it is new by: a look at it tells.
+        is_early = not cold.calls and (self._early == 2 or (self._early == 1 and layout.is_known_input))
+        self._early -= is_early
         left = self._session.warmup if key.outcomes is NEW else 3 if is_early else 2
         outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())

@@ -81,15 +81,19 @@ def running_place(frame: FrameType | None) -> tuple[str, int] | None:
 
 
 def is_users_call(frame: FrameType | None, *, wrapped: bool = False) -> bool:
-    """Return whether the user's code called what runs, directly or through torch, and not ampkit.
+    """Return whether the user's code called what runs, directly or through torch, and not ampkit or a backward pass.
 
     Args:
         frame: of what runs.
         wrapped: whether also through a wrapper (`wraps_operations`).
     """
     frames = (outer for outer in _frames(frame) if not wrapped or outer.f_code.co_filename not in _WRAPPERS)
-    called = next((outer for outer in frames if _is_users_frame(outer) or is_ampkits(outer)), None)
-    return called is not None and not is_ampkits(called)
+    for outer in frames:
+        if is_ampkits(outer) or outer.f_code is ENGINE_CODE:
+            return False
+        if _is_users_frame(outer):
+            return True
+    return False
 
 
 def is_ampkits(frame: FrameType) -> bool:

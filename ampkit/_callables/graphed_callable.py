@@ -18,7 +18,7 @@ from .._capture.ranks.ranks import several_processes
 from .._capture.state.state import Generation, Settings, TrainingState
 from .._errors import AmpkitError, CaptureError, CaptureWarning, InputMismatch
 from .._torch.autograd.autograd import in_backward
-from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.tensors.modes import modes, within_transform
 from .._torch.tensors.modules import GLOBAL_HOOKS, has_legacy_backward_hooks, hook_tables
@@ -196,7 +196,7 @@ class GraphedCallable:
             reason = "not captured" if passes is None else "an earlier call has yet to be backpropagated"
         self.eager[reason] += 1
         with Undo() as undo:
-            make_graphs_here(undo)
+            run_backwards_here(undo)
             if not self.told:
                 return self._original(*args, **kwargs)
             with noting_questions(True):

@@ -19,7 +19,7 @@ from .._capture.preflight.host_values import refuse_reads
 from .._errors import CaptureError, CaptureWarning
 from .._text import CONSTANTS
 from .._torch.autograd.autograd import graph_nodes
-from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.tensors import storage_address
 from .._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
@@ -133,7 +133,7 @@ class Passes:
         leaves = [leaf if i in wanted else own_batch(leaf) for i, leaf in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self.inputs.spec.tree)
         with Undo() as undo, self._aliased(), torch.set_grad_enabled(self.grad_mode):
-            make_graphs_here(undo)
+            run_backwards_here(undo)
             self._outputs, self._tree = tree_flatten(self._function(*args, **kwargs))
         if any(leaf.requires_grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in wanted):
             raise CaptureError(

@@ -25,7 +25,7 @@ from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
-from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import ShardedModules
 from .._torch.tensors.tensors import foreach_copy_, local_shard
@@ -201,7 +201,6 @@ class GraphedFunction(GraphOwner):
             ranks.shards,
             self._name,
             left,
-            self._options.verify != 0,
             state,
         )
         session = Session(
@@ -297,7 +296,6 @@ class _EngineFunction:
     _shards: ShardedModules
     _name: str
     _left: "LeftGradients"
-    _verified: bool
     _state: TrainingState
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -318,7 +316,7 @@ class _EngineFunction:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(set_gradients, params, gradients)
-            make_graphs_here(undo, all_backwards=self._verified)
+            run_backwards_here(undo)
             undo.note(self._shards.settle)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:

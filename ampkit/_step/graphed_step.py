@@ -205,7 +205,6 @@ def graphed_step(
         place=place,
         observer=numerics,
         apart=as_torch,
-        verified=options.verify != 0,
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = _session(step, state, model, options, blocker, compile)

@@ -19,7 +19,7 @@ from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy
-from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.optimizers import step_hooks
 from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
@@ -118,7 +118,6 @@ class TrainingStep:
         around: returns a context for what Python does in a call, and no replay would.
         apart: whether to unscale and clip one after the other, and to give the optimizer rates as they are, as a loop
             does that is written with torch alone.
-        verified: whether replays are compared with eager calls.
 
     Attributes:
         scaler: as given.
@@ -151,7 +150,6 @@ class TrainingStep:
         observer: Observer | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,
-        verified: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self._model = model
@@ -175,7 +173,7 @@ class TrainingStep:
         self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._state: TrainingState | None = None
-        self._around, self._apart, self._verified = around, apart, verified
+        self._around, self._apart = around, apart
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -274,7 +272,7 @@ class TrainingStep:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(_clear_gradients, params)
-            make_graphs_here(undo, all_backwards=self._verified)
+            run_backwards_here(undo)
             undo.note(self.ranks.shards.settle)
             self._restore_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since

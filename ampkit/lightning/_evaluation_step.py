@@ -18,7 +18,7 @@ from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
 from .._step.graphed import set_gradients
-from .._torch.autograd.graph_order import make_graphs_here
+from .._torch.autograd.backward_thread import run_backwards_here
 from .._undo import Undo
 from . import _log_calls
 from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index
@@ -170,7 +170,7 @@ class EvaluationStep:
         with Undo() as undo:
             # Casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            make_graphs_here(undo)
+            run_backwards_here(undo)
             undo.note(set_gradients, params, [param.grad for param in params])
             torch.clear_autocast_cache()
             set_gradients(params, [None] * len(params))

@@ -143,7 +143,6 @@ class TrainerStep:
             place=place,
             observer=observer,
             around=trainer_reads.watching if self._captures else nullcontext,
-            verified=options.verify != 0,
         )
         takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
         if takes_closure and not scaler.is_enabled():

@@ -90,8 +90,8 @@ def trained(
     """Return losses and state of each call, the step, and its model."""
     torch.manual_seed(0)
     model = Net().to(engine[0])
-    if hook := options.pop("hook", None):
-        model.fc.register_forward_hook(hook)
+    if hooks := options.pop("hooks", None):
+        hooks(model.fc)
     make = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=2**-7, fused=True))
     optimizer = make(model.parameters())
     step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph, **options)
@@ -139,10 +139,17 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
+HOOKS: dict[str, Callable[[Any, Callable[..., None]], object]] = {
+    "forward hook": lambda layer, count: layer.register_forward_hook(count),
+    "hook of a gradient": lambda layer, count: layer.weight.register_hook(count),
+    "hook behind a gradient": lambda layer, count: layer.weight.register_post_accumulate_grad_hook(count),
+}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("place", ["hook", "after_step", "optimizer", "function"])
+@pytest.mark.parametrize("place", [*HOOKS, "after_step", "optimizer", "function"])
 def test_wherever_it_is(engine: Engine, place: str) -> None:
-    """W1: the same in a hook, in `after_step`, in an optimizer, and under `graphed`."""
+    """W1: the same in hooks, also those that a backward pass calls, in `after_step`, optimizers, under `graphed`."""
 
     def count(*_: Any) -> None:
         STATE["calls"] += 1
@@ -160,7 +167,9 @@ def test_wherever_it_is(engine: Engine, place: str) -> None:
             for _ in range(5):
                 evaluate(torch.ones(4, 6, device=engine[0]))
     else:
-        option = {place: Counting if place == "optimizer" else count}
+        option: dict[str, Any] = {place: Counting if place == "optimizer" else count}
+        if place in HOOKS:
+            option = {"hooks": lambda layer: HOOKS[place](layer, count)}
         run = functools.partial(trained, engine, engine[1], loss_of, 6, on_failure="raise", **option)
     with pytest.raises(ampkit.CaptureError, match=r"STATE\['calls'\] is changed|attribute count of its optimizer"):
         run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICES, ENGINES, assert_same, boosted_loss, deterministic, make_batches, make_net
+from harness import ENGINES, assert_same, boosted_loss, deterministic, make_batches, make_net
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ampkit
 from ampkit._torch.autograd.autograd import CAN_RUN_ON_ONE_STREAM
 from ampkit._torch.autograd.gradient_nodes import node_notes, renew_gradient_nodes
-from ampkit._torch.autograd.graph_order import make_graphs_here
-from ampkit._undo import Undo
 
 Engine = tuple[str, str]
 
@@ -181,57 +179,42 @@ def test_a_kept_loss(engine: Engine, when: str, policy: str | None) -> None:
     assert found_replays == replays == 4
 
 
-# ------------------------------------------------------------------------------------------- passes that make a graph
+# ------------------------------------------------------------------------------------ threads of the backward passes
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_passes_that_make_a_graph_run_in_the_calling_thread(device: str) -> None:
-    """Within the context nodes have numbers of this thread; behind it, also after an error, torch is as before."""
-    before = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
-    x = torch.ones(3, device=device, requires_grad=True)
-    threads: list[int] = []
+@pytest.mark.parametrize("engine", ENGINES)
+def test_backward_passes_run_in_the_calling_thread(engine: Engine) -> None:
+    """Those of a step, eager or captured, and none of another thread; behind a call, also a failed one, as before."""
+    device, graph = engine
+    here, threads, elsewhere = threading.get_ident(), [], []
+    model = torch.nn.Linear(4, 2).to(device)
 
-    def square(created: bool) -> Tensor:
-        y = x * x * x
+    def backward(threads: list[int]) -> None:
+        y = torch.ones(3, device=device, requires_grad=True) * 2
         y.register_hook(lambda grad: threads.append(threading.get_ident()))
-        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=created)
-        return grad
+        y.sum().backward()
 
-    def calls() -> None:
-        with Undo() as undo:
-            make_graphs_here(undo)
-            with Undo() as inner:
-                make_graphs_here(inner)
-                newest = square(True).grad_fn._sequence_nr()
-            again = square(True).grad_fn._sequence_nr()
-            assert newest < again < torch.autograd._get_sequence_nr()
-            assert threads == 2 * [threading.get_ident()]
-            assert torch._C._is_multithreading_enabled()
-            square(False)
-            assert (threads[2] == threading.get_ident()) is (device == "cpu")
+    def loss_fn(model: torch.nn.Module, x: Tensor) -> Tensor:
+        if not elsewhere:
+            thread = threading.Thread(target=lambda: elsewhere.append(torch._C._is_multithreading_enabled()))
+            thread.start()
+            thread.join()
+        if len(x) == 1:
             raise LookupError("a mistake of the user")
+        y = model(x)
+        y.register_hook(lambda grad: threads.append(threading.get_ident()))
+        return y.square().mean()
 
-    with pytest.raises(LookupError):
-        calls()
-    assert before == (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward)
-    square(True)
-    assert (threads[3] == threading.get_ident()) is (device == "cpu")
-
-
-def test_other_threads_are_left_alone() -> None:
-    """A backward pass of another thread runs where torch runs it, also while a step is under way."""
-    seen: list[bool] = []
-
-    def other() -> None:
-        x = torch.ones(3, requires_grad=True)
-        y = x * x
-        y.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-    with Undo() as undo:
-        make_graphs_here(undo)
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        other()
-    assert seen == [True, False]
+    for way in (graph, "off"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = ampkit.graphed_step(loss_fn, model, optimizer, graph=way, host_writes="ignore")
+        for _ in range(6):
+            step(torch.ones(3, 4, device=device))
+        assert step.replays == (3 if way == graph else 0)
+        with pytest.raises(LookupError):
+            step(torch.ones(1, 4, device=device))
+    assert set(threads) == {here}
+    assert elsewhere == [True]
+    behind: list[int] = []
+    backward(behind)
+    assert (behind == [here]) is (device == "cpu")

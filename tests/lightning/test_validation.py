@@ -243,7 +243,7 @@ class MeasuresSlopes(Net):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
 def test_gradients_of_gradients(engine: Engine, tmp_path: Path) -> None:
-    """The graph of a gradient is made in the calling thread, eagerly and in a capture, see `make_graphs_here`."""
+    """The graph of a gradient is made in the calling thread, eagerly and in a capture, see `run_backwards_here`."""
     device, graph = engine
     fitted: dict[str, Any] = {"make": MeasuresSlopes, "validate": True, "inference_mode": False, "max_epochs": EPOCHS}
     # Both train by ampkit, since AdamW that is not fused has other last bits in a graph.

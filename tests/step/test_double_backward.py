@@ -70,7 +70,7 @@ def in_new_thread(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_the_bits_depend_on_the_thread_that_makes_the_graph() -> None:
-    """Why this is needed, without a GPU. A future torch may end this; then graph_order.py can go."""
+    """Why this is needed, without a GPU. A future torch may end this, the first reason of backward_thread.py."""
     count_up(1000)
     results: list[list[Tensor]] = []
     for grad in (torch.autograd.grad, in_new_thread):

@@ -46,7 +46,6 @@ IMPOSSIBLE = {
     ("_capture/graph/turns.py", "with self._turns.lock:"): _LOCK,
     ("_capture/graph/pool.py", "with self._lock:"): _LOCK,
     ("_capture/graph/capture_query.py", "with _lock:"): _LOCK,
-    ("_torch/autograd/graph_order.py", "with _lock:"): _LOCK,
     ("_callables/shared_memory.py", "with _lock:"): _LOCK,
     ("_callables/graphed_callable.py", "with self._shared.call():"): _LOCK,
     ("_capture/state/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,

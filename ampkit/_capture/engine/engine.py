@@ -251,6 +251,7 @@ class Engine:
         if call.start is not None and self._ranks.several:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
+        self._state.renew_gradient_nodes()
         # Most layouts that come later have one call, if there is something new in each call. If the second one is not
         # new by its input, the step itself may have changed what it is new by: a look at it tells.
         is_early = not cold.calls and (self._early == 2 or (self._early == 1 and layout.is_known_input))

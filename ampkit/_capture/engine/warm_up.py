@@ -72,7 +72,6 @@ class WarmUp:
                 layout.count_call(cold)
                 undo.forget()
                 return outputs, None
-            self._state.renew_gradient_nodes()
             noted = nullcontext() if layout.writes.known else layout.writes.noted(self._state)
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:

@@ -71,6 +71,7 @@ class Engine:
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
         self._early = 2  # layouts that are still to be looked at in their first call
+        self._may_change_itself = False  # whether no argument and no number of an optimizer is what the call is new by
         self.replays: int = 0
         # How many calls are still to come.
         self._starts_to_mark = 0
@@ -208,6 +209,7 @@ class Engine:
             return
         if change is None:
             return
+        self._may_change_itself = not change.of_optimizer
         if change.outdates:
             self._cache.clear()
             self._layouts.clear()
@@ -251,11 +253,10 @@ class Engine:
         if call.start is not None and self._ranks.several:
             call = call._replace(start=self._session.clock.now())  # the ranks have voted, which waits for the device
         self._starts_to_mark = _MARKED
-        self._state.renew_gradient_nodes()
-        # Most layouts that come later have one call, if there is something new in each call. If the second one is not
-        # new by its input, the step itself may have changed what it is new by: a look at it tells.
-        is_early = not cold.calls and (self._early == 2 or (self._early == 1 and layout.is_known_input))
-        self._early -= is_early
+        # Most layouts that come later have one call, if there is something new in each call. Where the step itself may
+        # have changed what the second one is new by, a look at that tells.
+        is_early = not cold.calls and (self._early == 2 or (self._early == 1 and self._may_change_itself))
+        self._early, self._may_change_itself = self._early - is_early, False
         left = self._session.warmup if key.outcomes is NEW else 3 if is_early else 2
         outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())

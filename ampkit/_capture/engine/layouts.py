@@ -63,10 +63,8 @@ class Layout:
         lenient: see `Rehearsal`.
         answer: what its code is told that asks whether it is being captured.
         names: notes the modules of its kernels; None if nobody wants them.
-        is_known_input: whether there were calls with the same layout of the input before, under other settings.
 
     Attributes:
-        is_known_input: as given.
         stage: how far it is.
         reason: as given.
         answer: as given. With the other answer its code may take another branch.
@@ -81,16 +79,9 @@ class Layout:
     """
 
     def __init__(
-        self,
-        reason: str,
-        warmup: int,
-        lenient: bool,
-        answer: Answer,
-        names: KernelNames | None = None,
-        is_known_input: bool = False,
+        self, reason: str, warmup: int, lenient: bool, answer: Answer, names: KernelNames | None = None
     ) -> None:
         self._warmup, self._lenient, self._names = warmup, lenient, names
-        self.is_known_input: bool = is_known_input
         self.stage: Cold | Warm | Refused = Cold(warmup)
         self.reason: str = reason
         self.answer = answer
@@ -258,9 +249,8 @@ class Layouts:
                 self._by_key.popitem(last=False)
             seen = hash((key.spec, key.phase))
             answer = Answer(self._sees_capture or seen in self._see_capture, may_change=self._may_show_capture)
-            is_known = seen in self._seen
-            reason = self.reason if is_known else self._first_reason
-            layout = Layout(reason, self._warmup, self.lenient, answer, self.names, is_known)
+            reason = self.reason if seen in self._seen else self._first_reason
+            layout = Layout(reason, self._warmup, self.lenient, answer, self.names)
             self._by_key[key] = layout
             if len(self._seen) < _MAX_SEEN:
                 self._seen.add(seen)

@@ -65,9 +65,13 @@ class WarmUp:
         drawn: DrawPath | None = None
         with Undo() as undo:
             undo.note(modes())
-            if cold.calls_left > preflight_left:  # there may be no other call of it: nothing is looked at
+            is_plain = cold.calls_left > preflight_left  # there may be no other call of it: nothing is looked at
+            is_one_of_many = is_plain and len(self._session.layouts) > _FEW
+            if not is_one_of_many:
+                self._state.renew_gradient_nodes()
+            if is_plain:
                 # To have segments grow is slow: torch lists all memory to tell its settings.
-                with self._segments() if len(self._session.layouts) <= _FEW else nullcontext():
+                with nullcontext() if is_one_of_many else self._segments():
                     outputs = self._call(layout, cold, call)
                 layout.count_call(cold)
                 undo.forget()

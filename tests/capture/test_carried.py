@@ -282,3 +282,42 @@ def test_beside_the_model(engine: Engine, kind: str, replaces: bool) -> None:
     assert found == expected
     assert_same(kept, centers)
     assert step.replays >= (16 if replaces else 20), (step.replays, step.report().failure)
+
+
+class Fading:
+    """A criterion with a number in a tensor on the host, which it replaces in each call."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(())
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.weight = self.weight * 0.75
+        return model(x).square().mean() * self.weight
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is .*deprecated:DeprecationWarning")
+def test_a_number_that_torchscript_makes_a_tensor_of_is_no_state(engine: Engine) -> None:
+    """W1: no code of Python keeps it (transformers' DeBERTa). One that is kept and replaced is never stale."""
+    device, graph = engine
+
+    @torch.jit.script
+    def root(x: Tensor) -> Tensor:
+        return torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float32) * 3)
+
+    def losses(graph: str, loss_fn: Any) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph)
+        return [step(torch.ones(2, 4, device=device)).loss.item() for _ in range(8)], step
+
+    def rooted(net: nn.Module, x: Tensor) -> Tensor:
+        return (net(x) / root(x)).square().mean()
+
+    found, step = losses(graph, rooted)
+    assert found == losses("off", rooted)[0]
+    assert step.replays == 5
+    with pytest.warns(ampkit.CaptureWarning):
+        found, step = losses(graph, Fading())
+    assert found == losses("off", Fading())[0]
+    assert step.replays == 0

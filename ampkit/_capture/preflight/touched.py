@@ -1,8 +1,10 @@
 """The memory that the operations of a call use, write to and make; of tensors on the host, what a replay would miss."""
 
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -78,6 +80,8 @@ class Touched:
                 # In the first run of compiled code torch puts a mode of its own around it, which lets others see its
                 # operations. Their buffers come from an allocator that no mode sees.
                 by_user = is_users_call(frame, wrapped=True) and not calls_from_compiled_code(frame)
+                if by_user and tensor.numel() == 1 and tensor.device.type == "cpu":
+                    by_user = _is_held(tensor, (tensors, kwargs))
                 self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
         written = list(written_arguments(op, args, kwargs))
         for tensor in written:
@@ -123,6 +127,19 @@ class Touched:
         """Return whether an operation has made this tensor, or written to it."""
         address = storage_address(tensor)
         return address in self._made or (address in self.uses and self.uses[address].written)
+
+
+def _is_held(tensor: Tensor, given: Sequence[object]) -> bool:
+    """Return whether Python code keeps a tensor, other than in these lists and dicts, and in local variables.
+
+    Where it does not, C++ code has made it of a number, as `torch.tensor` in a function of TorchScript does, which no
+    mode sees.
+    """
+    passing = (tuple, FrameType)
+    return any(
+        not isinstance(holder, passing) and not any(holder is each for each in given)
+        for holder in gc.get_referrers(tensor)
+    )
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -148,11 +148,13 @@ class SourceLocation(NamedTuple):
         line: the user's line, "" if there is none.
         inside: the line of torch or ampkit that the user's line led to, "" if it tells no more.
         backward: it happened in the backward of one of torch's operations, and `line` is the line of the forward.
+        caller: where `line` is one of an installed package, the line of the user's own that led to it.
     """
 
     line: str = ""
     inside: str = ""
     backward: bool = False
+    caller: str = ""
 
     @property
     def key(self) -> str:
@@ -192,11 +194,14 @@ class UserLineFinder:
         """
         frames = list(_frames(real_frame()))
         node, inside = node or current_node(), ""
-        for frame in frames[: max(len(frames) - self._callers, 0)]:
+        within = frames[: max(len(frames) - self._callers, 0)]
+        for i, frame in enumerate(within):
             if _is_users_frame(frame):
                 if self._skip_torch and inside.startswith(_OPTIMIZERS):
                     return None
-                return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside)
+                own = frame if is_in_users_file(frame) else next(filter(is_in_users_file, within[i:]), frame)
+                line, caller = (line_text(each.f_code.co_filename, each.f_lineno) for each in (frame, own))
+                return SourceLocation(line, inside, caller=caller if own is not frame else "")
             if node is not None and frame.f_code is ENGINE_CODE:
                 # Without anomaly mode, which stores the stack, there is no line of the forward.
                 stack = node.metadata.get("traceback_", [])

@@ -149,10 +149,11 @@ def find_syncs(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: An
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
-    """Return three lines of text per finding: time, count and line; what it does; what to write instead."""
+    """Return lines of text per finding: time, count and line; who called it; what it does; what to write instead."""
     rows = [f"{'ms':>12} {'times':>7}"] if findings else []
     for finding in findings:
         ms = "-" if finding.ms is None else f"{finding.ms:.3f}"
         rows.append(f"{ms:>12} {finding.count:>7}  {finding.line or '(no line of yours)'}")
-        rows += [f"{'':20}  {text}" for text in (finding.what, finding.advice)]
+        called = [f"called from {finding.caller}"] if finding.caller else []
+        rows += [f"{'':20}  {text}" for text in (*called, finding.what, finding.advice)]
     return rows

@@ -294,7 +294,7 @@ def test_to_dict(cpu: None, python_random: None) -> None:
         "graph_only": [finding._asdict() for finding in found.graph_only],
     }
     assert told["findings"][0]["line"] == marked("item")
-    assert set(told["findings"][0]) == {"line", "what", "advice", "count", "ms", "graph_only"}
+    assert set(told["findings"][0]) == {"line", "what", "advice", "count", "ms", "graph_only", "caller"}
 
 
 def test_torchs_own_functions(cpu: None) -> None:

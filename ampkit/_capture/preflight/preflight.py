@@ -24,6 +24,7 @@ from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, w
 from .draw_record import DrawRecorder
 from .host_random import HostSources
 from .host_values import receive
+from .remedies import remedy
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -57,6 +58,7 @@ class Finding(NamedTuple):
         ms: milliseconds that the host spent in it, all times together; None if that cannot be measured. The host is
             slower under the preflight, so it waits less than in other steps.
         graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
+        caller: where `line` is one of an installed package, the line of the user's own that led to it.
     """
 
     line: str
@@ -65,6 +67,7 @@ class Finding(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count
     ms: float | None = None
     graph_only: bool = False
+    caller: str = ""
 
 
 def describe(findings: Sequence[Finding]) -> str:
@@ -74,7 +77,8 @@ def describe(findings: Sequence[Finding]) -> str:
     lines = len({finding.line or finding.what for finding in findings})
     rows = [f"{lines} line{'s' if lines > 1 else ''} of the step cannot be captured:"]
     for finding in findings:
-        where = f"{finding.line} - " if finding.line else ""
+        caller = f", called from {finding.caller}" if finding.caller else ""
+        where = f"{finding.line}{caller} - " if finding.line else ""
         times = f" ({finding.count} times)" if finding.count > 1 else ""
         rows.append(f"  {where}{finding.what}{times}. {finding.advice}")
     return "\n".join(rows)
@@ -414,8 +418,9 @@ class Preflight(WatchingMode):
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
-        advice = problem.advice if self._graphed else problem.elsewhere or problem.advice
-        known = self._found.get((place.line, what), Finding(place.line, what, advice, 0, graph_only=True))
+        advice = remedy(place) or (problem.advice if self._graphed else problem.elsewhere or problem.advice)
+        new = Finding(place.line, what, advice, 0, graph_only=True, caller=place.caller)
+        known = self._found.get((place.line, what), new)
         graph_only = known.graph_only and problem.graph_only
         self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
         return place.line, what

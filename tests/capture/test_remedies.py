@@ -1,0 +1,115 @@
+"""Lines of libraries that cannot be captured: the user's own line beside them, and the option that avoids them."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+
+
+class Likelihood(nn.Module):
+    """The likelihood of ones under normal distributions that a layer gives."""
+
+    def __init__(self, validate_args: bool = True) -> None:  # torch.compile makes False the default
+        super().__init__()
+        self.layer, self.validate = nn.Linear(8, 8), validate_args
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.layer(x)
+        likely = torch.distributions.Normal(mean, torch.ones_like(mean), validate_args=self.validate)
+        return -likely.log_prob(torch.ones_like(mean)).mean()
+
+
+class Decoder(nn.Module):
+    """A decoder with a causal mask."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+        self.decoder, self.options = nn.TransformerDecoder(layer, 1), options
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x[None], x[None], tgt_mask=self.mask, **self.options).square().mean()
+
+
+def trained(engine: Engine, model: nn.Module, loss_fn: Any = lambda model, x: model(x)) -> ampkit.GraphedStep:
+    torch.manual_seed(0)
+    model.to(engine[0])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph=engine[1])
+    for _ in range(6):
+        step(torch.ones(6, 8, device=engine[0]))
+    return step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("kind", "words", "remedy"),
+    [
+        (Likelihood, r"checks arguments: pass validate_args=False", {"validate_args": False}),
+        (Decoder, r"pass tgt_is_causal \(nn\.TransformerDecoder", {"tgt_is_causal": True}),
+    ],
+)
+def test_what_the_message_advises_is_captured(engine: Engine, kind: Any, words: str, remedy: dict[str, Any]) -> None:
+    """The option of the library is named, and with it the step is one graph."""
+    with pytest.warns(ampkit.CaptureWarning, match=words):
+        trained(engine, kind())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ampkit.CaptureWarning)
+        step = trained(engine, kind(**remedy))
+    assert step.report().outcome == "whole"
+
+
+def package(folder: Path, path: str) -> ModuleType:
+    """Return a module of an installed package that waits for the device."""
+    file = folder / "site-packages" / path
+    file.parent.mkdir(parents=True)
+    file.write_text("def scaled(x):\n    return x * x.detach().abs().max().item()\n")
+    spec = importlib.util.spec_from_file_location("somebodys", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("somebodys.py", r"Keep the value on the device"),
+        ("torchmetrics/somebodys.py", r"Update metrics behind the step"),
+        ("torch_geometric/utils/loop.py", r"pass add_self_loops=False"),
+    ],
+)
+def test_the_users_own_line_stands_beside_the_packages(tmp_path: Path, path: str, words: str) -> None:
+    """A line of an installed package alone does not say where the user's code has called it."""
+    scaled = package(tmp_path, path).scaled
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return scaled(model(x)).mean()  # type: ignore[no-any-return]
+
+    line = r"loop\.py|somebodys\.py"
+    match = rf"({line}):2: `return x \* .*`, called from .*test_remedies\.py:\d+: `return scaled\(.*` - waits.*{words}"
+    with pytest.warns(ampkit.CaptureWarning, match=match):
+        trained(("cpu", "emulate"), nn.Linear(8, 8), loss_fn)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, only tensors on CUDA are checked")
+def test_find_syncs_shows_both(tmp_path: Path) -> None:
+    """The table has the caller below the line."""
+    scaled = package(tmp_path, "somebodys.py").scaled
+    found = ampkit.debug.find_syncs(lambda: scaled(torch.ones(3)))
+    (finding,) = found.findings
+    assert "somebodys.py:2" in finding.line
+    assert "scaled(torch.ones(3))" in finding.caller
+    assert f"called from {finding.caller}" in str(found)

@@ -198,6 +198,7 @@ class Engine:
     def _adapt(self) -> None:
         """Find out what has changed since the last call. Drop outdated graphs, and warn once of what a change costs."""
         if self._session.optimizer.has_moved():
+            self._may_change_itself = True  # all begins anew
             self.close()
         elif len(self._cache):
             self._say_behind()

@@ -159,7 +159,7 @@ class WarmUp:
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
-                replaced += state.carried.learn(places, held, observer.has_read)
+                replaced += state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
         drawn = None if draws is None else draws.path
         self._compare_what_was_read(layout)

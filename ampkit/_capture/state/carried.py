@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..._torch.tensors.tensors import storage_address
 from ..._undo import Undo
+from ..host.host_tensors import is_on_host
 from ..host.left_tensors import LeftTensors, put
 from .bound import Cell, cells
 
@@ -57,7 +58,11 @@ class Carried:
         return {f"{kept.cell.path} ({i})": kept.tensor for i, kept in enumerate(others)}
 
     def learn(
-        self, before: Mapping[Hashable, _Carry], held: LeftTensors, is_read: Callable[[Tensor], bool]
+        self,
+        before: Mapping[Hashable, _Carry],
+        held: LeftTensors,
+        is_read: Callable[[Tensor], bool],
+        device: torch.device,
     ) -> list[tuple[Tensor, Tensor]]:
         """Give places in which a call has replaced a tensor one of ampkit's own. Return what was there, with these.
 
@@ -65,6 +70,7 @@ class Carried:
             before: what `places` has returned before the call.
             held: as it was given to that.
             is_read: returns whether the call has read a tensor.
+            device: where the call computes. A graph copies nothing on the host.
         """
         now, rebound = self.places(held), dict[Hashable, _Carry]()
         replaced, olds = _replaced(before, now), {storage_address(kept.tensor) for kept in before.values()}
@@ -76,7 +82,7 @@ class Carried:
             # modules and has no gradient, and a tensor that was moved has to keep its values.
             held_by_graphs = kept.of_module and not kept.tensor.requires_grad
             counts = held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds
-            if is_cut and counts and _fits(old, kept.tensor):
+            if is_cut and counts and _fits(old, kept.tensor) and not is_on_host(old, device):
                 rebound[key] = kept
         # Of what was read and cannot be carried, the next call may have one that can, as of another dtype at first.
         unread = {key for key in replaced if not is_read(before[key].tensor)}

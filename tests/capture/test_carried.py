@@ -295,6 +295,17 @@ class Fading:
         return model(x).square().mean() * self.weight
 
 
+class FadingPair(Fading):
+    """The same with the tensor in a tuple, which is replaced with it."""
+
+    def __init__(self) -> None:
+        self.weights = (torch.ones(()), 0.75)
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.weights = (self.weights[0] * self.weights[1], self.weights[1])
+        return model(x).square().mean() * self.weights[0]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is .*deprecated:DeprecationWarning")
 def test_a_number_that_torchscript_makes_a_tensor_of_is_no_state(engine: Engine) -> None:
     """W1: no code of Python keeps it (transformers' DeBERTa). One that is kept and replaced is never stale."""
@@ -317,7 +328,8 @@ def test_a_number_that_torchscript_makes_a_tensor_of_is_no_state(engine: Engine)
     found, step = losses(graph, rooted)
     assert found == losses("off", rooted)[0]
     assert step.replays == 5
-    with pytest.warns(ampkit.CaptureWarning):
-        found, step = losses(graph, Fading())
-    assert found == losses("off", Fading())[0]
-    assert step.replays == 0
+    for kind in (Fading, FadingPair):
+        with pytest.warns(ampkit.CaptureWarning):
+            found, step = losses(graph, kind())
+        assert found == losses("off", kind())[0]
+        assert step.replays == 0

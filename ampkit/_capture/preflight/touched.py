@@ -135,11 +135,17 @@ def _is_held(tensor: Tensor, given: Sequence[object]) -> bool:
     Where it does not, C++ code has made it of a number, as `torch.tensor` in a function of TorchScript does, which no
     mode sees.
     """
-    passing = (tuple, FrameType)
-    return any(
-        not isinstance(holder, passing) and not any(holder is each for each in given)
-        for holder in gc.get_referrers(tensor)
-    )
+    held: list[object] = [tensor]
+    while held:
+        known = [held, *given]
+        held = [
+            holder
+            for holder in gc.get_referrers(*held)
+            if not isinstance(holder, FrameType) and not any(holder is each for each in known)
+        ]
+        if not all(isinstance(holder, tuple) for holder in held):  # these pass arguments on, or are kept themselves
+            return True
+    return False
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:

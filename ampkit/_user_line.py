@@ -199,9 +199,9 @@ class UserLineFinder:
             if _is_users_frame(frame):
                 if self._skip_torch and inside.startswith(_OPTIMIZERS):
                     return None
-                own = frame if is_in_users_file(frame) else next(filter(is_in_users_file, within[i:]), frame)
-                line, caller = (line_text(each.f_code.co_filename, each.f_lineno) for each in (frame, own))
-                return SourceLocation(line, inside, caller=caller if own is not frame else "")
+                own = next(filter(is_in_users_file, within[i:]), frame)
+                caller = "" if own is frame else line_text(own.f_code.co_filename, own.f_lineno)
+                return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside, caller=caller)
             if node is not None and frame.f_code is ENGINE_CODE:
                 # Without anomaly mode, which stores the stack, there is no line of the forward.
                 stack = node.metadata.get("traceback_", [])

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..._torch.autograd.autograd import current_node, in_backward
+from ..._torch.autograd.backward_thread import run_backwards_here
 from ..._torch.compile import calls_from_compiled_code
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import WatchingMode, enter, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.modes import WatchingMode, enter
 from ..._torch.tensors.operators import written_arguments
 from ..._torch.tensors.tensors import Remembered, local_shard, storage_address, version
 from ..._torch.tensors.tree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
@@ -276,8 +277,7 @@ class _WriteWatch(WatchingMode):
 
     def __enter__(self) -> "_WriteWatch":
         self._undo = Undo().__enter__()
-        self._undo.note(let_autograd_use_threads, uses_autograd_threads())
-        let_autograd_use_threads(False)  # the mode sees this thread only
+        run_backwards_here(self._undo)  # the mode sees this thread only
         enter(self._undo, self)
         return self
 

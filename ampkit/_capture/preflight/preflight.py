@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
+from ..._torch.autograd.backward_thread import run_backwards_here
 from ..._torch.compile import COMPILER, never_compile_by_itself
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import WatchingMode, enter, leave, let_autograd_use_threads, uses_autograd_threads
+from ..._torch.tensors.modes import WatchingMode, enter, leave
 from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
@@ -217,8 +218,7 @@ class Preflight(WatchingMode):
             self._user_line.note_lines_alone(undo)
         undo.note(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.set_anomaly_enabled(True, self._checks_nan)
-        undo.note(let_autograd_use_threads, uses_autograd_threads())
-        let_autograd_use_threads(False)
+        run_backwards_here(undo)
         for owner, name in ENGINE_ENTRIES:
             replace(undo, owner, name, functools.partial(self._run_backward, getattr(owner, name)))
 
@@ -418,12 +418,15 @@ class Preflight(WatchingMode):
         what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
-        advice = remedy(place) or (problem.advice if self._graphed else problem.elsewhere or problem.advice)
-        new = Finding(place.line, what, advice, 0, graph_only=True, caller=place.caller)
-        known = self._found.get((place.line, what), new)
+        key = place.line, what
+        known = self._found.get(key) or self._new(problem, place, what)
         graph_only = known.graph_only and problem.graph_only
-        self._found[place.line, what] = known._replace(count=known.count + 1, graph_only=graph_only)
-        return place.line, what
+        self._found[key] = known._replace(count=known.count + 1, graph_only=graph_only)
+        return key
+
+    def _new(self, problem: Problem, place: SourceLocation, what: str) -> Finding:
+        advice = remedy(place) or (problem.advice if self._graphed else problem.elsewhere or problem.advice)
+        return Finding(place.line, what, advice, 0, graph_only=True, caller=place.caller)
 
     def _tell(self, problem: Problem, place: SourceLocation, node: Any) -> None:
         if self._located is not None:

@@ -9,7 +9,7 @@ import functools
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from itertools import chain
 from types import CodeType, FunctionType, MethodType
@@ -98,13 +98,15 @@ def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
     return table
 
 
-def names(code: CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1024)
+def names(code: CodeType) -> Set[str]:
     """Return the names that code reads attributes by, and its texts, which `getattr` may be given."""
     texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
     return {*code.co_names, *texts, *_attributes_matched(code)}
 
 
-def names_looked_up(code: CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1024)
+def names_looked_up(code: CodeType) -> Set[str]:
     """Return as `names` does, but only texts by which code looks something up: entries, or attributes by `getattr`."""
     if not _LOOKING_UP.isdisjoint(code.co_names):
         return names(code)
@@ -136,10 +138,23 @@ def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, CodePlace]]:
             first = None
 
 
+@functools.lru_cache(maxsize=1024)
+def texts_loaded(code: CodeType) -> Sequence[tuple[str, int, int]]:
+    """Return the names that instructions read attributes by and the texts that they load, as in `CodePlace`."""
+    found = [(each, place) for each, place in instructions(code) if each.opname not in SET_ATTRIBUTE]
+    texts = ((text, place) for each, place in found for text in _names(each) if isinstance(text, str))
+    return tuple((text, place.first, place.last) for text, place in texts)
+
+
 def line_of(place: CodePlace) -> tuple[str, int]:
     """Return the file and the number of the line that an instruction is made from."""
-    starts = [line for offset, line in dis.findlinestarts(place.code) if offset <= place.first and line is not None]
+    starts = [line for offset, line in _line_starts(place.code) if offset <= place.first and line is not None]
     return place.code.co_filename, starts[-1] if starts else place.code.co_firstlineno
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_starts(code: CodeType) -> Sequence[tuple[int, int | None]]:
+    return tuple(dis.findlinestarts(code))
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -299,21 +314,29 @@ class Functions:
                 self._by_code.setdefault(found.__code__, []).append(found)
                 left += chain.from_iterable(map(gc.get_referents, found.__closure__ or ()))
 
-    def with_code(self, code: CodeType) -> list[FunctionType]:
-        """Return the functions with this code."""
-        for found in gc.get_referrers(code):
-            if type(found) is FunctionType and found.__code__ is code:
-                self.note(found)
+    def with_code(self, code: CodeType, *, is_given: bool = False) -> list[FunctionType]:
+        """Return the functions with this code.
+
+        Args:
+            code: the code.
+            is_given: whether those that are known are all, if there are any. The others are found among all objects of
+                the process, which takes longer than all else here.
+        """
+        if not (is_given and code in self._by_code):
+            for found in gc.get_referrers(code):
+                if type(found) is FunctionType and found.__code__ is code:
+                    self.note(found)
         return self._by_code.get(code, [])
 
-    def bound(self, code: CodeType) -> list[Any]:
+    def bound(self, code: CodeType, *, is_given: bool = False) -> list[Any]:
         """Return the arguments that functions with this code have by default, or by `functools.partial`."""
-        functions = self.with_code(code)
-        for found in gc.get_referrers(*functions) if functions else ():
+        is_given = is_given and code in self._by_code
+        functions = self.with_code(code, is_given=is_given)
+        for found in gc.get_referrers(*functions) if functions and not is_given else ():
             if type(found) in _CALLED:
                 self.note(found)
         methods = [found for found in self._seen.values() if type(found) is MethodType and found.__func__ in functions]
-        for found in gc.get_referrers(*methods) if methods else ():
+        for found in gc.get_referrers(*methods) if methods and not is_given else ():
             self.note(found)
         called = {id(found) for found in (*functions, *methods)}
         partials = [found for found in self._seen.values() if type(found) is functools.partial]

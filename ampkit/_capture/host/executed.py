@@ -2,14 +2,14 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
-from .code import SET_ATTRIBUTE, CodePlace, codes_in, instructions
+from .code import CodePlace, codes_in, texts_loaded
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
@@ -97,17 +97,14 @@ class Executed:
         executed = self._seen.get(place.code, set()) if self.knows(place.code) else None
         return executed is None or not executed.isdisjoint(range(place.first, place.last + 1))
 
-    def names(self, code: CodeType, candidates: set[str]) -> dict[str, CodePlace]:
+    def names(self, code: CodeType, candidates: Set[str]) -> dict[str, CodePlace]:
         """Return those of some names and texts that code has read attributes by, or loaded, and where it did so."""
         found = {} if self.knows(code) else dict.fromkeys(candidates, CodePlace(code, 0, 0))
         seen = set[str]()
-        for each, place in instructions(code):
-            if each.opname in SET_ATTRIBUTE:
-                continue
-            for name in each.argval if isinstance(each.argval, tuple) else (each.argval,):
-                if isinstance(name, str) and name in candidates and name not in seen and self.has(place):
-                    found[name] = place
-                    seen.add(name)
+        for name, first, last in texts_loaded(code):
+            if name in candidates and name not in seen and self.has(place := CodePlace(code, first, last)):
+                found[name] = place
+                seen.add(name)
         return found
 
     def _see_whether_it_was_ended(self) -> None:

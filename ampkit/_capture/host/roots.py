@@ -273,10 +273,11 @@ class Notes:
             self._take_compiled(frame, self._functions.with_code(original))
             return None
         found = reads(code)
+        is_given = frame.f_back is not None and is_ampkits(frame.f_back)  # ampkit calls only what it was given
         if found and not is_users_call(frame.f_back):
-            self._take_what_is_bound(frame, code)
+            self._take_what_is_bound(frame, code, is_given=is_given)
         is_around = code not in self._inner and any(read.scope is Scope.ENCLOSING for read in found)
-        own = self._functions.with_code(code) if is_around else []  # looks at all objects
+        own = self._functions.with_code(code, is_given=is_given) if is_around else []
         fixed = [(_path(frame.f_globals, None, read), read) for read in found]
         fixed += [(_path({}, function, read), read) for function in own for read in found]
         self._fixed[id(code)] = [(path, read) for path, read in fixed if path is not None]
@@ -327,13 +328,15 @@ class Notes:
         _, path = self._known[id(value)]
         return Path(path.root, (*path.parts, *read.parts))
 
-    def _take_what_is_bound(self, frame: FrameType, code: CodeType) -> None:
+    def _take_what_is_bound(self, frame: FrameType, code: CodeType, *, is_given: bool = False) -> None:
         """Take note of what a function that ampkit calls is given, and not by the call.
 
         It is the object that a method belongs to, what `functools.partial` adds, and what arguments are by default.
         """
-        bound = set(map(id, self._functions.bound(code)))
-        for name, value in frame.f_locals.items():
+        given = [(name, value) for name, value in frame.f_locals.items() if not is_left_alone(value)]
+        is_alone = all(name == "self" for name, _ in given)
+        bound = set[int]() if is_alone else set(map(id, self._functions.bound(code, is_given=is_given)))
+        for name, value in given:
             if name == "self" or id(value) in bound:
                 self._take_object(name, value)
 

@@ -84,6 +84,10 @@ class Names:
         """Return whether attributes of this name count in modules of this class."""
         return name in self.of_all or name in self.of_class.get(kind, ())
 
+    def of(self, kind: type) -> Set[str]:
+        """Return the names that count in modules of this class."""
+        return self.of_all | self.of_class.get(kind, frozenset())
+
     def has_somewhere(self, name: str) -> bool:
         """Return whether code of any class reads something by this name."""
         return name in self.of_all or any(name in names for names in self.of_class.values())

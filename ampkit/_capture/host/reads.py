@@ -415,11 +415,13 @@ class Reads:
         self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False
     ) -> Iterator[_Source]:
         seen: set[int] = set()
+        counting = {kind: names.of(kind) for kind in set(map(type, modules))}
         for number, module in enumerate(modules):
-            for name, value in list(vars(module).items()) if all_modules or _is_looked_into(module) else ():
-                if names.has(type(module), name):
-                    inside = list(holders(value, names.has_somewhere, seen))
-                    yield _Source((number, name), name, [(vars(module), name)], value, inside)
+            table = vars(module)
+            of_class = counting[type(module)] if all_modules or _is_looked_into(module) else ()
+            for name in [name for name in table if name in of_class]:
+                inside = list(holders(table[name], names.has_somewhere, seen))
+                yield _Source((number, name), name, [(table, name)], table[name], inside)
 
     def _follow(self, path: Path, is_read: Callable[[str], bool] | None = None) -> _Source:
         """Return what a path leads to; with `is_read`, with what is in objects under names for which that is true.

@@ -1,5 +1,6 @@
 """What every call looks at to see whether the training state is as it was: it compares, and builds nothing."""
 
+import copy
 import ctypes
 import gc
 import operator
@@ -156,17 +157,38 @@ class Look:
         self.tensors, self._places = reading.tensors, list(map(place_of, reading.tensors))
         self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
-        self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._read_identities = _identities_of(len(self._objects))
-        self._identities = self._read_identities(self._objects)
+        self._read_numbers()
         self._host_tensors, self.host_values = host_tensors, host_tensors.values()
         self._host_bytes = list(self.host_values.found.values())
         self.addresses = walk.addresses()
         self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
         self._settings = self._read_settings()
 
-    def is_current(self) -> bool:
-        """Return whether the state is still what was seen."""
+    def with_numbers(self) -> "Look | None":
+        """Return the same with other numbers of the optimizers. None if there is something else that is different."""
+        try:
+            entries = list(chain.from_iterable(frozen(group) for group, frozen in self._groups))
+        except KeyError:
+            return None
+        changed = [now for now, old in zip(reversed(entries), reversed(self._objects), strict=False) if now is not old]
+        if not _PLAIN.issuperset(map(type, changed)) or not self.is_current(but_last=len(entries)):
+            return None
+        now = copy.copy(self)
+        now._read_numbers()
+        return now
+
+    def _read_numbers(self) -> None:
+        self._objects = self._read_objects()  # kept, so that no other object gets the same identity
+        self._read_identities = _identities_of(len(self._objects))
+        self._identities = self._read_identities(self._objects)
+
+    def is_current(self, *, but_last: int = 0) -> bool:
+        """Return whether the state is still what was seen.
+
+        Args:
+            but_last: how many entries of param groups are left out, which are the last objects.
+        """
+        end = -_POINTER * but_last or None
         try:
             objects = self._read_objects()
             local = self.walk.local() if self.walk.is_split else self.walk.tensors
@@ -174,7 +196,7 @@ class Look:
             return False
         return (
             len(objects) == len(self._objects)
-            and self._read_identities(objects) == self._identities
+            and self._read_identities(objects)[:end] == self._identities[:end]
             and list(map(Tensor.data_ptr, local)) == self.addresses
             and list(map(place_of, self.tensors)) == self._places
             and (self.walk.layouts() == self.layouts if self._has_layouts is None else self._has_layouts(*local))
@@ -216,9 +238,8 @@ class Look:
                 found += step_hooks(optimizer)
             if self.held:
                 found += own_values(optimizer)
-        for group, frozen in self._groups:
+        for group, _ in self._groups:
             found += group
-            found += frozen(group)
         found += chain.from_iterable(map(_call, *self._readers))
         if function_mode_count():
             modes = function_modes()
@@ -232,6 +253,8 @@ class Look:
             found += (torch.is_anomaly_check_nan_enabled(),)
         if self.scaler is not None and self.scaler.is_enabled():
             found += self.scaler.rule().values()
+        for group, frozen in self._groups:  # last, see `with_numbers`
+            found += frozen(group)
         return tuple(found)
 
 
@@ -335,8 +358,12 @@ class StateWatch(Generic[_G]):
         if self._seen is None or len(self._modules) != self._walked:
             return self._look()
         with without_torch_function():
-            is_current = self._seen[0].is_current()
-        return self._seen[1] if is_current else self._look()
+            if self._seen[0].is_current():
+                return self._seen[1]
+            if (look := self._seen[0].with_numbers()) is not None:
+                self._seen = look, self._describe(look)
+                return self._seen[1]
+        return self._look()
 
     def _look(self) -> _G:
         self._seen = None
@@ -433,5 +460,6 @@ _READS_TUPLES = sys.implementation.name == "cpython" and all(
 )
 _NOT_FILLED = object()
 _NUMBERS = frozenset((float, int, type(None)))
+_PLAIN = _NUMBERS | {bool, str, tuple}
 # The attributes of an optimizer that are looked at by themselves, or that torch and ampkit set for a step.
 _OTHERS = frozenset(("state", "param_groups", "step", "found_inf", "grad_scale", "_opt_called"))

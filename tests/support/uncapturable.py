@@ -53,15 +53,15 @@ def numpy(loss: Tensor, x: Tensor) -> None:
 
 
 def pageable_copy_in(loss: Tensor, x: Tensor) -> Tensor:
-    return torch.ones(5).to("cuda").mean()  # HERE
+    return torch.tensor([1.0] * 100).to("cuda").mean()  # HERE
 
 
 def pageable_copy_non_blocking(loss: Tensor, x: Tensor) -> Tensor:
-    return torch.ones(5).to("cuda", non_blocking=True).mean()  # HERE
+    return torch.tensor([1.0] * 100).to("cuda", non_blocking=True).mean()  # HERE
 
 
 def new_tensor(loss: Tensor, x: Tensor) -> Tensor:
-    return torch.tensor(1.5, device="cuda")  # HERE
+    return torch.tensor([1.5] * 100, device="cuda").mean()  # HERE
 
 
 def printed(loss: Tensor, x: Tensor) -> None:

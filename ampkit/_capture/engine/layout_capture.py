@@ -76,7 +76,8 @@ class LayoutCapture:
 
         def recorded() -> Any:
             versions = inputs.versions()
-            outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
+            with self._session.uploads.in_place(captures=True):
+                outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs
 

@@ -234,9 +234,10 @@ class MultiStepGraphs:
 
         def recorded() -> Any:
             # An emulated graph calls this in each replay. Only the first one is recorded.
-            if comparison is None or comparison.ended:
-                return calls(windows, nullcontext, inputs.args, inputs.kwargs)
-            outputs = calls(windows, comparison, inputs.args, inputs.kwargs)
+            with self._session.uploads.in_place(captures=True):
+                if comparison is None or comparison.ended:
+                    return calls(windows, nullcontext, inputs.args, inputs.kwargs)
+                outputs = calls(windows, comparison, inputs.args, inputs.kwargs)
             comparison.end()
             return outputs
 

@@ -14,6 +14,7 @@ from ..graph.cache import Cache
 from ..graph.graph import capture_stream
 from ..graph.kernel_names import KernelNames
 from ..graph.timing import Clock
+from ..host.uploads import Uploads
 from ..ranks.ranks import Ranks
 from ..state.settings_history import SettingsHistory
 from ..state.state import TrainingState
@@ -81,6 +82,11 @@ class Session:
     def cache(self) -> Cache:
         """The graphs."""
         return Cache(self.options.max_graphs, self.options.memory_budget)
+
+    @functools.cached_property
+    def uploads(self) -> Uploads:
+        """The constants of the host that the function copies to the device."""
+        return Uploads(self.device if self.on_cuda else torch.device("cpu"), self.state.host_tensors)
 
     @functools.cached_property
     def names(self) -> KernelNames | None:

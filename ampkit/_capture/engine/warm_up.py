@@ -1,6 +1,6 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..._torch.tensors.tree import tree_unflatten
 from ..._undo import Undo
 from ..graph.capture_query import answering, noting_questions, seeing_capture
 from ..graph.pool import growing_segments
+from ..host.uploads import Provenance
 from ..keys.inputs import flatten
 from ..keys.placement import own_copy
 from ..preflight.draw_paths import DrawPath
@@ -120,6 +121,7 @@ class WarmUp:
                 writable(call.args, call.kwargs) as (args, kwargs),
                 layout.rehearsing(),
                 answering(layout.answer.sees_capture),
+                self._session.uploads.in_place(),
             ):
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
@@ -145,7 +147,8 @@ class WarmUp:
         def looked() -> Any:
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
             noting = noting_questions(answer.sees_capture)
-            with preflight, noting, layout.rehearsal.looking(), _outside_of_inference_mode(call, state) as own:
+            looking, uploading = layout.rehearsal.looking(), session.uploads.learning(provenance)
+            with preflight, noting, looking, _outside_of_inference_mode(call, state) as own, uploading:
                 outputs = own.to(session.fn)
             if before is not None and preflight.findings:
                 before.restore()
@@ -155,7 +158,9 @@ class WarmUp:
         with session.watching(), self._undeclared.watching(call.leaves) as observer:
             draws = DrawRecorder(session.device) if self._draws.enabled else None
             generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
-            preflight = Preflight(session.device, generators, observer=observer, draws=draws, bitmaps=bitmaps)
+            provenance = Provenance()
+            observers: list[Callable[..., object]] = [observer, *([provenance] if session.on_cuda else [])]
+            preflight = Preflight(session.device, generators, observers=observers, draws=draws, bitmaps=bitmaps)
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._torch.tensors.tensors import storage_address, storage_of
 from .constants import HostConstant
 
-_MOST_BYTES = 4096  # of one; more are data
+MOST_BYTES = 1 << 16  # of one; more are data
 _MOST = 256
 
 
@@ -52,7 +52,7 @@ class HostTensors:
         """Compare these tensors from now on, which the lines read."""
         for tensor, line in tensors:
             storage, address = storage_of(tensor), storage_address(tensor)
-            if storage is not None and address and storage.nbytes() <= _MOST_BYTES and len(self._memory) < _MOST:
+            if storage is not None and address and storage.nbytes() <= MOST_BYTES and len(self._memory) < _MOST:
                 self._memory.setdefault(address, storage)
                 self._lines.setdefault(address, line)
 

@@ -102,7 +102,7 @@ class Preflight(WatchingMode):
         device: where the step computes.
         generators: CUDA generators beside the default one that a graph is captured with.
         graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
-        observer: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        observers: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
         located: called with the line and the problem of each finding where it is found, also of one found before, and
             with the autograd node that it belongs to, if that is known.
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
@@ -117,7 +117,7 @@ class Preflight(WatchingMode):
         generators: Sequence[torch.Generator] = (),
         *,
         graphed: bool = True,
-        observer: Callable[[Any, Any, Any, Any], object] | None = None,
+        observers: Sequence[Callable[[Any, Any, Any, Any], object]] = (),
         located: Callable[[str, str, Any], object] | None = None,
         draws: DrawRecorder | None = None,
         bitmaps: Sequence[int] = (),
@@ -125,7 +125,7 @@ class Preflight(WatchingMode):
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators), tuple(bitmaps))
         self._graphed = graphed
-        self._observer = observer
+        self._observers = observers
         self._located = located
         self._draws = draws
         self._found: dict[_Key, Finding] = {}
@@ -327,8 +327,8 @@ class Preflight(WatchingMode):
         keys = [self._report(problem) for problem in problems]
         if problems and not (problems[0].graph_only or is_late(op)):
             self._spent(keys[0], seconds)
-        if self._observer is not None and hasattr(op, "overloadpacket"):
-            self._observer(op, args, kwargs, result)
+        for observer in self._observers if hasattr(op, "overloadpacket") else ():
+            observer(op, args, kwargs, result)
         return result
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:

@@ -152,7 +152,7 @@ class Survey:
     ) -> None:
         self._modules = list(modules)
         self._device, self._eager = device, eager
-        self._preflight = Preflight(device, generators, observer=self._on_operation, located=self._on_finding)
+        self._preflight = Preflight(device, generators, observers=[self._on_operation], located=self._on_finding)
         self.calls: list[ModuleCall] = []
         self.lines: dict[str, dict[str, None]] = {}
         self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._undo import Undo, replace
-from ..guard import private
+from .modes import without_modes
 
 Taken = Callable[[nn.Parameter, Tensor], bool]
 
@@ -51,7 +51,7 @@ def fill_cache(copies: Mapping[nn.Parameter, Tensor], taken: Taken, device_type:
     if not (torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()):
         return
     dtype = torch.get_autocast_dtype(device_type)
-    with private(torch.utils._python_dispatch, "_disable_current_modes")():
+    with without_modes():
         for param, copy in copies.items():
             if copy.dtype is not dtype or param.device.type != device_type:
                 continue

@@ -30,6 +30,10 @@ def function_modes() -> list[Any]:
 DeviceContext: Any = private(_device, "DeviceContext")
 
 
+# without_modes(): a context in which no function mode and no dispatch mode is entered.
+without_modes: Callable[[], AbstractContextManager[Any]] = private(_python_dispatch, "_disable_current_modes")
+
+
 class UnseenFunctionMode(TorchFunctionMode):
     """A function mode with which ampkit watches a step. It changes nothing, so it is no part of the step's policy."""
 

@@ -1,0 +1,314 @@
+"""Constants of the host that a step copies to the device: uploaded once, and copied on the device from then on.
+
+`torch.tensor(0.0, device=...)`, `self.window.to(device)` and `x[:, [-2]]` copy a few numbers to the device per call. A
+graph cannot wait for such a copy. Where the numbers are made of what is compared from call to call, of literals and of
+shapes alone, they are the same in each call that finds the graph. So they are uploaded once, outside of captures. In
+the call under the preflight, in the rehearsal and in the capture a copy on the device takes the place of the upload.
+Each call of a graph makes that copy anew: user code may write to the result, as to any tensor of its own.
+
+Uploads are found by their content. If a capture is given other numbers than the calls before, it finds none and fails.
+
+What is made of something else keeps its line a finding of the preflight: random numbers, lists of more than 64 numbers,
+and tensors that were there before and are too large to compare, or that the step changes.
+"""
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._errors import CaptureError
+from ..._torch.compile import never_compile_by_itself
+from ..._torch.tensors.modes import without_modes
+from ..._torch.tensors.operators import LIFT_FRESH, LIST_READS, written_arguments
+from ..._torch.tensors.tensors import storage_address, storage_of
+from ..._torch.tensors.tree import tensors_in
+from ..._undo import Undo, replace
+from ..._user_line import real_frame, running_line, wraps_operations
+from .constants import MOST_ENTRIES
+from .host_tensors import MOST_BYTES, HostTensors
+
+wraps_operations(__file__)
+
+_Content = tuple[torch.dtype, torch.Size, tuple[int, ...], bytes]
+
+
+class Provenance:
+    """Tells what the tensors on the host are made of, within one call. It is called with each operation."""
+
+    def __init__(self) -> None:
+        # By address: of which tensors that were there before this memory was made, None if it is of no constants.
+        self._made: dict[int, frozenset[int] | None] = {}
+        self._alive: list[Any] = []  # so that no address is used again
+        self._before: dict[int, tuple[Tensor, str]] = {}  # what was there before the call, and who reads it
+        self.used: set[int] = set()  # the addresses of those that were uploaded, or from which uploads were made
+
+    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of what an operation has made, or written, on the host."""
+        made = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
+        written = [tensor for tensor in written_arguments(op, args, kwargs) if tensor.device.type == "cpu"]
+        if not made and not written:
+            return
+        given = tensors_in((args, kwargs))
+        if op is LIFT_FRESH and storage_address(given[0]) not in self._made:  # by code in C++
+            self.note(given[0], is_constant=given[0].numel() <= MOST_ENTRIES)
+            return
+        varies = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        of = frozenset[int]()
+        for tensor in given:
+            found = self.of(tensor)
+            varies |= found is None
+            of |= found or frozenset()
+        for tensor in written:
+            address = storage_address(tensor)
+            # What was there before, and is changed now, is state.
+            self._note(tensor, None if varies or address in self._before else of)
+        for tensor in made:
+            if storage_address(tensor) not in self._made:
+                self._note(tensor, None if varies else of)
+
+    def note(self, tensor: Tensor, *, is_constant: bool) -> None:
+        """Take note of a tensor that was just made of Python's numbers."""
+        self._note(tensor, frozenset() if is_constant else None)
+
+    def _note(self, tensor: Tensor, of: frozenset[int] | None) -> None:
+        if tensor.device.type == "cpu" and (address := storage_address(tensor)):
+            self._alive.append(storage_of(tensor))
+            self._made[address] = of
+
+    def of(self, tensor: Tensor) -> frozenset[int] | None:
+        """Return of which tensors that were there before a tensor was made, None if it is not made of constants."""
+        address, storage = storage_address(tensor), storage_of(tensor)
+        if address in self._made:
+            return self._made[address]
+        if tensor.device.type != "cpu" or storage is None or storage.nbytes() > MOST_BYTES:
+            return None if address else frozenset()
+        self._before.setdefault(address, (tensor, running_line(real_frame())))
+        return frozenset((address,))
+
+    def end(self) -> list[tuple[Tensor, str]]:
+        """Return what is to be compared from now on: tensors that were there before, with the lines that read them."""
+        self._alive.clear()
+        return [self._before[address] for address in self.used]
+
+
+class Uploads:
+    """The constants of a step that are on its device, and calls in which copies of them take the place of uploads.
+
+    Args:
+        device: where the step computes.
+        host_tensors: gets the tensors on the host whose values were uploaded.
+    """
+
+    def __init__(self, device: torch.device, host_tensors: HostTensors) -> None:
+        self._device, self._host_tensors = device, host_tensors
+        self._uploaded: dict[_Content, Tensor] = {}
+        self._bytes = 0
+        self._provenance: Provenance | None = None
+        self._captures = False
+
+    @contextmanager
+    def learning(self, provenance: Provenance) -> Iterator[None]:
+        """Context for a call in which constants are uploaded. `provenance` is called with each operation."""
+        if self._device.type == "cpu":
+            yield
+            return
+        self._provenance = provenance
+        try:
+            with self._copying():
+                yield
+        finally:
+            self._provenance = None
+            self._host_tensors.note(provenance.end())
+
+    @contextmanager
+    def in_place(self, *, captures: bool = False) -> Iterator[None]:
+        """Context for a call in which copies take the place of uploads. None is added.
+
+        Args:
+            captures: whether the call is captured, so that it is an error if another constant is copied.
+        """
+        if not self._uploaded:
+            yield
+            return
+        self._captures = captures
+        try:
+            with self._copying():
+                yield
+        finally:
+            self._captures = False
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        with Undo() as undo:
+            thread = threading.get_ident()
+            for owner, name, copied in _COPYING:
+                replace(undo, owner, name, self._replacing(getattr(owner, name), copied, thread))
+            yield
+
+    def _replacing(self, original: Callable[..., Any], copied: "_Copied", thread: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return copied(self, original, args, kwargs)
+
+        never_compile_by_itself(replaced)
+        return replaced
+
+    def is_here(self, device: Any) -> bool:
+        """Return whether this is the device of the step, as an argument of torch's names it."""
+        if not isinstance(device, (str, int, torch.device)):
+            return False
+        found = torch.device(device)
+        return found.type == self._device.type and found.index in (None, self._device.index)
+
+    def constant(self, tensor: Any) -> Tensor | None:
+        """Return the constant on the device that has the values of a tensor on the host; None if it is no constant."""
+        if not _is_plain(tensor):
+            return None
+        of = self._provenance.of(tensor) if self._provenance is not None else frozenset[int]()
+        if of is None:
+            return None
+        content = _content(tensor)
+        if content not in self._uploaded:
+            if self._captures:
+                raise CaptureError(_OTHERS.format(running_line(real_frame())))
+            size = len(content[-1])
+            if self._provenance is None or size > _MOST_EACH or self._bytes + size > _MOST_IN_ALL:
+                return None
+            with without_modes(), torch.no_grad():  # pinned, for the host is not to wait
+                self._uploaded[content] = _move(tensor.clone().pin_memory(), self._device, non_blocking=True)
+            self._bytes += size
+        if self._provenance is not None:
+            self._provenance.used |= of
+        return self._uploaded[content]
+
+    def note(self, made: Any, data: Any) -> None:
+        """Take note of a tensor on the host that was just made of Python's numbers."""
+        if self._provenance is not None and isinstance(made, Tensor) and not isinstance(data, Tensor):
+            self._provenance.note(made, is_constant=_count(data) <= MOST_ENTRIES)
+
+
+_Copied = Callable[[Uploads, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _moved(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the place of `Tensor.to`, of a tensor that may be on the host."""
+    device = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    device = device.device if isinstance(device, Tensor) else device
+    found = uploads.constant(args[0]) if uploads.is_here(device) else None
+    return original(*args, **kwargs) if found is None else original(found.clone(), *args[1:], **kwargs)
+
+
+def _moved_to_cuda(
+    uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Take the place of `Tensor.cuda`."""
+    device = kwargs.get("device", args[1] if len(args) > 1 else None)
+    found = uploads.constant(args[0]) if uploads.is_here("cuda" if device is None else device) else None
+    return original(*args, **kwargs) if found is None else found.clone()
+
+
+def _written(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the place of `Tensor.copy_`."""
+    found = uploads.constant(args[1]) if len(args) > 1 and uploads.is_here(args[0].device) else None
+    return original(*args, **kwargs) if found is None else original(args[0], found, *args[2:], **kwargs)
+
+
+def _made(
+    place: int, uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Take the place of `torch.tensor` and its kin, which get what they make a tensor of at this place."""
+    data = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+    device = kwargs.get("device")
+    if device is None:
+        kept = args[0] if place else data
+        device = kept.device if isinstance(kept, Tensor) else torch.get_default_device()
+    if not uploads.is_here(device):
+        result = original(*args, **kwargs)
+        uploads.note(result, data)
+        return result
+    if len(args) > place + 1 or (_count(data) > MOST_ENTRIES and not _is_plain(data)):
+        return original(*args, **kwargs)
+    flags = {name: kwargs[name] for name in ("requires_grad",) if kwargs.get(name)}
+    host = original(*args, **{**kwargs, "device": "cpu", **dict.fromkeys(flags, False)})
+    uploads.note(host, data)
+    found = uploads.constant(host)
+    return original(*args, **kwargs) if found is None else found.clone().requires_grad_(bool(flags))
+
+
+def _indexed(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the place of `Tensor.__getitem__` and `Tensor.__setitem__`, which copy lists, indices and numbers."""
+    tensor, index, *value = args
+    parts = index if type(index) is tuple else (index,)
+    if not any(map(_is_copied_index, parts)) or not uploads.is_here(tensor.device):
+        return original(*args, **kwargs)
+    found = []
+    for part in parts:
+        host = part
+        if type(part) is list:
+            host = _tensor_of(part)
+            uploads.note(host, part)
+        here = uploads.constant(host) if _is_copied_index(part) else None
+        found.append(part if here is None else here)
+    if value and isinstance(value[0], (bool, int, float)):
+        value = [tensor.new_full((), value[0])]
+    return original(tensor, tuple(found) if type(index) is tuple else found[0], *value, **kwargs)
+
+
+def _is_copied_index(part: Any) -> bool:
+    if type(part) is list:
+        return bool(part) and all(type(number) is int for number in part)
+    return _is_plain(part) and part.dim() > 0 and not part.is_floating_point() and part.dtype not in _MASKS
+
+
+_tensor_of, _move = torch.tensor, Tensor.to  # which are replaced
+_MASKS = (torch.bool, torch.uint8)
+# What copies to the device: owner, name, and what takes its place.
+_COPYING: Sequence[tuple[Any, str, _Copied]] = (
+    (Tensor, "to", _moved),
+    (Tensor, "cuda", _moved_to_cuda),
+    (Tensor, "copy_", _written),
+    (Tensor, "__getitem__", _indexed),
+    (Tensor, "__setitem__", _indexed),
+    *[(owner, name, functools.partial(_made, place)) for owner, name, place in LIST_READS],
+)
+_MOST_EACH, _MOST_IN_ALL = 16 << 20, 256 << 20  # bytes
+_OTHERS = (
+    "{0} copies numbers from the host to the device that are others than in the calls before. Pass them to the step in "
+    "a tensor, or make them on the device"
+)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether this is a tensor on the host that an upload copies bit by bit, and that gets no gradient."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() > 0
+    )
+
+
+def _content(tensor: Tensor) -> _Content:
+    flat = tensor.contiguous()
+    content = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
+    return tensor.dtype, tensor.shape, tensor.stride(), content
+
+
+def _count(data: Any) -> float:
+    """Return how many numbers these are that a tensor is made of; infinity if it is made of something else."""
+    if isinstance(data, (bool, int, float, complex)):
+        return 1
+    if type(data) in (list, tuple):
+        return sum(map(_count, data)) if len(data) <= MOST_ENTRIES else math.inf
+    size = getattr(data, "size", None)  # of an array or a number of numpy
+    return size if type(size) is int and hasattr(data, "__array_interface__") else math.inf

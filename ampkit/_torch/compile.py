@@ -1,5 +1,6 @@
 """torch.compile: what was compiled, how to keep it from compiling, and how to make it forget."""
 
+import functools
 import importlib
 import sys
 import warnings
@@ -32,6 +33,39 @@ def never_compile_by_itself(function: Callable[..., Any]) -> None:
     skip = private(dynamo, "_FrameAction").SKIP
     strategy = private(dynamo, "_FrameExecStrategy")(skip, skip)
     private(dynamo, "set_code_exec_strategy")(function.__code__, strategy)
+
+
+@functools.cache
+def _asking(question: str) -> CodeType:
+    """Return the code of a function that asks `_ampkit_answer`, a global variable of torch.compiler, this question."""
+    code = compile(f"def asking(): return _ampkit_answer({question!r})", torch.compiler.__file__, "exec")
+    return next(each for each in code.co_consts if isinstance(each, CodeType))
+
+
+# By which code asks whether it is being compiled. torch.compile answers by itself, by the identity of the function.
+_QUESTIONS = ("is_compiling", "is_dynamo_compiling")
+_asked = {name: (getattr(torch.compiler, name), getattr(torch.compiler, name).__code__) for name in _QUESTIONS}
+# compiling_truth[question](): the true answer.
+compiling_truth: dict[str, Callable[[], bool]] = {
+    name: FunctionType(code, vars(torch.compiler)) for name, (_, code) in _asked.items()
+}
+# The code of further functions that ask the first question.
+COMPILING_WRAPPERS = tuple(
+    private(module, "is_compiling").__code__
+    for module in (torch._utils, importlib.import_module("torch._dynamo.external_utils"))
+)
+
+
+def replace_compiling_questions(answer: Callable[[str], bool] | None) -> None:
+    """Have both functions call this one with their name; None: do as torch does.
+
+    Their code is replaced, for other modules have imported them by name. Compiled code that asks compares that code, so
+    it is compiled once more when it is first called meanwhile.
+    """
+    if answer is not None:
+        vars(torch.compiler)["_ampkit_answer"] = answer
+    for name, (function, code) in _asked.items():
+        function.__code__ = code if answer is None else _asking(name)
 
 
 _compile_id: Callable[[], object] = private(private(torch, "_guards"), "CompileContext").current_compile_id

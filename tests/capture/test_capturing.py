@@ -1,6 +1,8 @@
 """Code that asks whether it is being captured, and has a branch that a graph cannot contain."""
 
 import random
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,11 @@ import ampkit
 pytestmark = pytest.mark.usefixtures("no_device_is_needed")
 
 asks = torch.cuda.is_current_stream_capturing  # imported by name, before any capture
+QUESTIONS = {
+    "is_compiling": torch.compiler.is_compiling,
+    "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+    "torch._dynamo": torch._dynamo.is_compiling,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +135,51 @@ def test_the_other_branch_is_captured(engine: tuple[str, str], checkpointed: boo
     assert "test_capturing.py:" in message
     assert "From call 3 on the answer is True, in eager calls too" in message
     assert "capturing=True" in message
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=QUESTIONS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_code_that_asks_whether_it_is_compiled(
+    engine: tuple[str, str], question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: it is told the same, also where it has imported the function by name, and in calls without a graph."""
+    monkeypatch.setattr(sys.modules[__name__], "asks", QUESTIONS[question])
+    history, step, _, (message,) = trained(engine)
+    assert step.report().told_since == 3
+    assert_same(history, by_hand(engine, [False, False, *[True] * 7]))
+    assert (step.captures, step.replays) == (1, 5)
+    assert "torch.compiler.is_compiling() took a branch" in message
+    expected = by_hand(engine, [True] * 9)
+    for graph in ("off", engine[1]):
+        assert_same(trained((engine[0], graph), capturing=True)[0], expected)
+    assert not QUESTIONS[question]()
+
+
+def test_torch_and_compiled_code_are_told_by_torch() -> None:
+    """D2: torch's own code is told the truth; compiled code that asks is not compiled again in a capture."""
+    torchs = types.ModuleType("torch.something")
+    exec("import torch\ndef ask(): return torch.compiler.is_compiling()", vars(torchs))
+    told: list[tuple[bool, bool]] = []
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        return x * 2.0 if torch.compiler.is_compiling() else x
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        told.append((torch.compiler.is_compiling(), torchs.ask()))
+        return model(compiled(x)).square().mean()
+
+    for capturing in (True, False):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        options: dict[str, Any] = {"graph": "emulate", "on_failure": "raise", "host_writes": "ignore"}
+        step = ampkit.graphed_step(loss_fn, model, optimizer, capturing=capturing, **options)
+        for _ in range(6):
+            step(torch.ones(4, 6))
+        assert step.replays == 3
+        assert set(told) == {(capturing, False)}
+        told.clear()
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -72,11 +72,11 @@ class LayoutCapture:
         new = self._cache.new_graph(self._session.stream, self._options.generators)
         graph = layout.named(new if key.outcomes is None else self._draws.around(new))
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
-        fn = seeing_capture(self._session.captured, layout.answer.sees_capture)
+        fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
 
         def recorded() -> Any:
             versions = inputs.versions()
-            with self._session.uploads.in_place(captures=True):
+            with uploads.in_place(captures=True):
                 outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs

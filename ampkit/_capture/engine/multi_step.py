@@ -230,11 +230,11 @@ class MultiStepGraphs:
         if self._session.names is not None:
             noted = [self._layouts.layout_of(single).kernels for single in steps.singles]
             graph = self._session.names.named(graph, noted * windows)
-        calls = seeing_capture(steps.captured, lengths.sees_capture)
+        calls, uploads = seeing_capture(steps.captured, lengths.sees_capture), self._session.uploads
 
         def recorded() -> Any:
             # An emulated graph calls this in each replay. Only the first one is recorded.
-            with self._session.uploads.in_place(captures=True):
+            with uploads.in_place(captures=True):
                 if comparison is None or comparison.ended:
                     return calls(windows, nullcontext, inputs.args, inputs.kwargs)
                 outputs = calls(windows, comparison, inputs.args, inputs.kwargs)

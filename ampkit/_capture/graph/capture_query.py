@@ -1,4 +1,7 @@
-"""What code is told when it asks `torch.cuda.is_current_stream_capturing()`: the same eagerly and in a capture."""
+"""What code is told that asks whether it is being captured, or compiled: the same eagerly and in a capture.
+
+The questions are `torch.cuda.is_current_stream_capturing()` and `torch.compiler.is_compiling()`, in all spellings.
+"""
 
 import sys
 import threading
@@ -11,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ..._torch.autograd.autograd import current_graph_task
+from ..._torch.compile import COMPILING_WRAPPERS, compiling_truth, replace_compiling_questions
 from ..._torch.device.streams import capturing_builtin, replace_capturing_builtin
 from ..._undo import Undo
 
@@ -46,6 +50,7 @@ class _Captures(threading.local):
 
 captures = _Captures()
 _answers: dict[object, tuple[int, bool]] = {}  # handles of streams, and what is told on them, the newest last
+_asked_of_compiler: set[object] = set()  # those of `_answers` in which questions to torch.compiler are answered here
 _lock = threading.Lock()
 _is_capturing = capturing_builtin()
 
@@ -71,12 +76,13 @@ def hidden_capture(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 @contextmanager
-def answering(answer: bool, stream: int | None = None) -> Iterator[None]:
+def answering(answer: bool, stream: int | None = None, *, notes: bool = False) -> Iterator[None]:
     """Context in which user code of this thread, and of autograd's threads on its stream, is told `answer`.
 
     Args:
         answer: whether its stream is being captured.
         stream: the handle of the stream; None for the current one.
+        notes: whether questions are noted. Otherwise False is what torch.compiler answers by itself.
     """
     if stream is None:
         stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
@@ -86,7 +92,9 @@ def answering(answer: bool, stream: int | None = None) -> Iterator[None]:
         undo.note(setattr, captures, "answer", captures.answer)
         with _lock:
             _answers[token] = stream, answer
-            replace_capturing_builtin(_answer)
+            if answer or notes:
+                _asked_of_compiler.add(token)
+            _replace()
         captures.answer = answer
         yield
 
@@ -154,9 +162,10 @@ class Answer:
         """
         problem, self._news = self._news.rstrip("."), ""
         return problem and (
-            f"code that asks torch.cuda.is_current_stream_capturing() took a branch that a graph cannot contain: "
-            f"{problem}. From {since} on the answer is True, in eager calls too. The last bits may differ from those "
-            "of the other branch. Pass capturing=True to answer True in all calls, or capturing=False for False."
+            "code that asks torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() took a branch "
+            f"that a graph cannot contain: {problem}. From {since} on the answer is True, in eager calls too. The "
+            "last bits may differ from those of the other branch. Pass capturing=True to answer True in all calls, or "
+            "capturing=False for False."
         )
 
 
@@ -164,7 +173,7 @@ class Answer:
 def noting_questions(answer: bool) -> Iterator[None]:
     """Context of a call whose code is told `answer`. Behind it `captures` says whether user code has asked."""
     captures.asked = captures.asked_in_checkpoint = False
-    with answering(answer), Undo() as undo:
+    with answering(answer, notes=True), Undo() as undo:
         undo.note(setattr, captures, "noting", captures.noting)
         captures.noting = True
         yield
@@ -173,12 +182,31 @@ def noting_questions(answer: bool) -> Iterator[None]:
 def _end(token: object) -> None:
     with _lock:
         _answers.pop(token, None)
-        if not _answers:
-            replace_capturing_builtin(_is_capturing)
+        _asked_of_compiler.discard(token)
+        _replace()
+
+
+def _replace() -> None:
+    """Have torch's functions call those below, or no more."""
+    replace_capturing_builtin(_answer if _answers else _is_capturing)
+    replace_compiling_questions(_answer_compiling if _asked_of_compiler else None)
 
 
 def _answer() -> bool:
     """Take the place of what `torch.cuda.is_current_stream_capturing` calls, however its callers got hold of that."""
+    return _told(sys._getframe(2), _is_capturing)
+
+
+def _answer_compiling(question: str) -> bool:
+    """Take the place of what `torch.compiler.is_compiling` and its kin do."""
+    frame: FrameType = sys._getframe(2)
+    while frame.f_code in COMPILING_WRAPPERS and frame.f_back is not None:
+        frame = frame.f_back
+    return _told(frame, compiling_truth[question])
+
+
+def _told(frame: FrameType, truth: Callable[[], bool]) -> bool:
+    """Return what the code of a frame is told that asks."""
     answer = captures.answer
     if answer is None and torch.cuda.is_initialized():
         here = torch.cuda.current_stream().cuda_stream
@@ -186,13 +214,13 @@ def _answer() -> bool:
         if here or current_graph_task() != -1:
             told = [answer for stream, answer in _answers.copy().values() if stream == here]
             answer = told[-1] if told else None
-    caller = sys._getframe(2).f_globals.get("__name__", "")
+    caller = frame.f_globals.get("__name__", "")
     if caller.partition(".")[0] in _TOLD_THE_TRUTH:
-        return (answer is not None and caller in _BRANCHES_OF_TORCH) or _is_capturing()
+        return (answer is not None and caller in _BRANCHES_OF_TORCH) or truth()
     captures.asked = True
     if captures.noting and not captures.asked_in_checkpoint:
-        captures.asked_in_checkpoint = _is_checkpointed(sys._getframe(2))
-    return _is_capturing() if answer is None else answer
+        captures.asked_in_checkpoint = _is_checkpointed(frame)
+    return truth() if answer is None else answer
 
 
 def _is_checkpointed(frame: FrameType | None) -> bool:

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..._capture.engine.variation import DRAWS_ADVICE
+from ..._capture.host.host_tensors import HostTensors
+from ..._capture.host.uploads import Provenance, Uploads
 from ..._capture.keys.inputs import path
 from ..._capture.preflight.draw_record import DrawRecorder
 from ..._capture.preflight.preflight import Finding, Preflight
@@ -169,7 +171,10 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     with ExitStack() as stack:
         draws = DrawRecorder(trial.device)  # what the host only compares can be captured
         generators = trial.subject.options.get("generators", ())
-        preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws))
+        provenance = Provenance()  # of what is copied to the device; constants can be captured, too
+        observers = [provenance] if trial.device.type == "cuda" else []
+        preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws, observers=observers))
+        stack.enter_context(Uploads(trial.device, HostTensors()).learning(provenance))
         if trial.why_apart:
             optimizer = trial.subject.optimizer
             for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,11 +50,14 @@ _asked = {name: (getattr(torch.compiler, name), getattr(torch.compiler, name).__
 compiling_truth: dict[str, Callable[[], bool]] = {
     name: FunctionType(code, vars(torch.compiler)) for name, (_, code) in _asked.items()
 }
-# The code of further functions that ask the first question.
-COMPILING_WRAPPERS = tuple(
-    private(module, "is_compiling").__code__
-    for module in (torch._utils, importlib.import_module("torch._dynamo.external_utils"))
-)
+
+
+def passes_question_on(code: CodeType) -> bool:
+    """Return whether this is the code of another function of torch's that asks the first question."""
+    return code.co_name == "is_compiling" and code.co_filename.endswith(_WRAPPERS)
+
+
+_WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
 
 
 def replace_compiling_questions(answer: Callable[[str], bool] | None) -> None:

@@ -48,9 +48,10 @@ class Masked(nn.Module):
 
     def branch(self, x: Tensor) -> Tensor:
         self.told.append(asks())
+        hidden = self.inner(x)
         if self.told[-1]:
-            return torch.tanh(self.inner(x)) * 0.75
-        return torch.sigmoid(self.inner(x)) if bool((x > -100).all()) else x
+            return torch.tanh(hidden) * 0.75
+        return torch.sigmoid(hidden) if bool((hidden > -100).all()) else x
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpointed:
@@ -77,7 +78,8 @@ class Deaf(Masked):
     """Waits for the device, and does not ask."""
 
     def branch(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.inner(x)) if bool((x > -100).all()) else x
+        hidden = self.inner(x)
+        return torch.sigmoid(hidden) if bool((hidden > -100).all()) else x
 
 
 def mean(model: nn.Module, x: Tensor) -> Tensor:

@@ -21,12 +21,14 @@ from ..graph.turns import Turn, turns_on
 from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
+from ..preflight.draw_paths import NEW
 from ..ranks.job_end import close_before_end
 from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
 from .eager_call import EagerCall, EagerCalls, call_aligned
-from .host_draws import NEW, HostDraws
+from .host_draws import HostDraws
+from .input_questions import InputQuestions
 from .layout_capture import LayoutCapture
 from .layouts import IN_PARTS, MAX_LAYOUTS, Cold, Layout, Warm
 from .multi_step import MultiStepGraphs, Steps
@@ -65,9 +67,9 @@ class Engine:
         self._cache, self._layouts = session.cache, session.layouts
         self._settings_history = session.settings_history
         self._variation = Variation(session.device, session.warmup, session.one_argument)
-        self._eager, self._draws = EagerCalls(session), HostDraws(session)
-        self._warm_up_call = WarmUp(session, self._eager, self._draws)
-        self._capture = LayoutCapture(session, self._draws)
+        self._eager, self._draws, self._questions = EagerCalls(session), HostDraws(session), InputQuestions(session)
+        self._warm_up_call = WarmUp(session, self._eager, self._draws, self._questions)
+        self._capture = LayoutCapture(session, self._draws, self._questions)
         self._multi_step = MultiStepGraphs(session)
         self._told_since: int | None = None  # the number of a call
         self._early = 2  # layouts that are still to be looked at in their first call
@@ -102,7 +104,8 @@ class Engine:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
-            key = self._draws.decided(Key(spec, phase, self._settings_history.number))
+            key = self._questions.decided(Key(spec, phase, self._settings_history.number), leaves)
+            key = self._draws.decided(key)
             captured = captured or self._cache.find(key)
         if captured is not None:
             compares = self._verifies and self._comparisons.is_due()
@@ -258,13 +261,16 @@ class Engine:
         # have changed what the second one is new by, a look at that tells.
         is_early = not cold.calls and (self._early == 2 or (self._early == 1 and self._may_change_itself))
         self._early, self._may_change_itself = self._early - is_early, False
-        left = self._session.warmup if key.outcomes is NEW else 3 if is_early else 2
-        outputs, drawn = self._warm_up_call(layout, cold, call, preflight_left=left)
+        is_new = NEW in (key.outcomes, key.answers)
+        left = self._session.warmup if is_new else 3 if is_early else 2
+        outputs, drawn, asked = self._warm_up_call(key, layout, cold, call, preflight_left=left)
         number = self.replays + sum(self._eager.counts.values())
         if news := layout.answer.take_news(f"call {number}"):
             self._told_since = self._told_since or number
             self._layouts.show_capture(key)
             self._fallback.warn_once("answer", news)
+        if asked is not None:
+            key = self._questions.learn(key, asked)
         if drawn is not None:
             self._draws.learn(key, drawn)
         return outputs
@@ -430,6 +436,7 @@ class Engine:
         self._layouts.clear()
         self._session.splitter.close()
         self._draws.clear()
+        self._questions.clear()
         self._settings_history.forget()
         self._variation.restart()
 

@@ -10,7 +10,7 @@ import torch
 from ..._errors import CaptureError
 from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
 from ..keys.key import Key
-from ..preflight.draw_paths import DrawPath, Outcomes, Tree
+from ..preflight.draw_paths import NEW, DrawPath, Tree
 from .session import Session
 from .variation import DRAWS_ADVICE
 
@@ -145,7 +145,6 @@ class _DrawnGraph:
         self._graph.reset()
 
 
-NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
 _CHANGED = (
     "draws on the host have changed, after the same outcomes. All graphs are dropped. If that happens often, draw on "
     "the device and compare with a tensor."

@@ -1,6 +1,7 @@
 """How a layout gets its graph: record it, compare it with the eager call before, keep within the memory budget."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..._errors import CaptureError
@@ -10,8 +11,10 @@ from ..graph.graph import Graph
 from ..graph.timing import Timing
 from ..keys.inputs import StaticInputs
 from ..keys.key import Key
+from ..preflight.questions import answering_questions
 from ..state.overlaps import keep_apart
 from .host_draws import HostDraws
+from .input_questions import InputQuestions
 from .layouts import Layout
 from .record import record
 from .session import Session
@@ -23,14 +26,15 @@ class LayoutCapture:
     Args:
         session: of the engine.
         draws: what is known of the draws on the host.
+        questions: what is known of questions about the input.
 
     Attributes:
         captures: how many graphs were captured so far.
         evictions: how many graphs made room for others so far.
     """
 
-    def __init__(self, session: Session, draws: HostDraws) -> None:
-        self._session, self._draws = session, draws
+    def __init__(self, session: Session, draws: HostDraws, questions: InputQuestions) -> None:
+        self._session, self._draws, self._questions = session, draws, questions
         self._options, self._ranks, self._cache = session.options, session.ranks, session.cache
         self._layouts, self._fallback = session.layouts, session.fallback
         self.captures = 0
@@ -73,10 +77,11 @@ class LayoutCapture:
         graph = layout.named(new if key.outcomes is None else self._draws.around(new))
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
+        answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)
 
         def recorded() -> Any:
             versions = inputs.versions()
-            with uploads.in_place(captures=True):
+            with uploads.in_place(captures=True), answered():
                 outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs

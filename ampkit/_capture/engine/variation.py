@@ -181,6 +181,8 @@ class Variation:
         if key.outcomes is not None:
             outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
+        if key.answers is not None:
+            yield Part("answers", key.answers, _ASK_LESS, "the answers to questions about the input kept changing")
         for name, value in call_settings.settings.named().items():
             if name == READS:
                 for each, found in value.named().items():
@@ -235,6 +237,7 @@ DRAWS_ADVICE = (
     "Draw less often on the host, keep more graphs (max_graphs), or draw on the device and use torch.where instead of "
     "a branch."
 )
+_ASK_LESS = "Use torch.where instead of a branch, ask before the step, or keep more graphs (max_graphs)."
 _IN_PLACE = "Set gradients to zero within the function, or in place: zero_grad(set_to_none=False)."
 
 

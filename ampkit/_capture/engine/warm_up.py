@@ -15,16 +15,19 @@ from ..graph.capture_query import answering, noting_questions, seeing_capture
 from ..graph.pool import growing_segments
 from ..host.uploads import Provenance
 from ..keys.inputs import flatten
+from ..keys.key import Key
 from ..keys.placement import own_copy
 from ..preflight.draw_paths import DrawPath
 from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Preflight, describe
+from ..preflight.questions import AskedPath, QuestionRecorder, answering_questions
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
+from .input_questions import InputQuestions
 from .layouts import Cold, Layout, Warm
 from .session import Session
 
@@ -36,24 +39,26 @@ class WarmUp:
         session: of the engine.
         eager: makes the calls.
         draws: what is known of the draws on the host.
+        questions: what is known of questions about the input.
     """
 
-    def __init__(self, session: Session, eager: EagerCalls, draws: HostDraws) -> None:
+    def __init__(self, session: Session, eager: EagerCalls, draws: HostDraws, questions: InputQuestions) -> None:
         self._session = session
         self._state = session.state
         self._eager = eager
-        self._draws = draws
+        self._draws, self._questions = draws, questions
         self._undeclared = Undeclared(session.state, session.device, refuses_changes=session.declared)
         self._host_changes = HostChanges(session.state, session.options.may_stop)
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 
     def __call__(
-        self, layout: Layout, cold: Cold, call: EagerCall, *, preflight_left: int
-    ) -> tuple[Any, DrawPath | None]:
+        self, key: Key, layout: Layout, cold: Cold, call: EagerCall, *, preflight_left: int
+    ) -> tuple[Any, DrawPath | None, AskedPath | None]:
         """Do the next call of this layout.
 
         Args:
+            key: of the layout.
             layout: as it is known.
             cold: its stage.
             call: the call.
@@ -61,9 +66,11 @@ class WarmUp:
                 are slow. If each call has another layout, most layouts have only one call, which then needs none.
 
         Returns:
-            What the function returns; and what it has drawn on the host, if that was looked at and can be repeated.
+            What the function returns; what it has drawn on the host, and what it has asked the device about its input,
+            if that was looked at and can be repeated.
         """
         drawn: DrawPath | None = None
+        asked: AskedPath | None = None
         with Undo() as undo:
             undo.note(modes())
             is_plain = cold.calls_left > preflight_left  # there may be no other call of it: nothing is looked at
@@ -76,14 +83,14 @@ class WarmUp:
                     outputs = self._call(layout, cold, call)
                 layout.count_call(cold)
                 undo.forget()
-                return outputs, None
+                return outputs, None, None
             noted = nullcontext() if layout.writes.known else layout.writes.noted(self._state)
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
                 if not cold.checked:
-                    outputs, drawn = self._call_under_preflight(layout, cold, call)
+                    outputs, drawn, asked = self._call_under_preflight(key, layout, cold, call)
                 elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
-                    outputs, is_seen = self._rehearse(layout, call)
+                    outputs, is_seen = self._rehearse(key, layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
                     if not is_seen:
                         layout.look_again(cold, _REPLACES)
@@ -101,7 +108,7 @@ class WarmUp:
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         if (printing := self._host_changes.take_printing()) and isinstance(layout.stage, Warm) and not layout.problem:
             self._session.fallback.warn_once("prints", printing)
-        return outputs, drawn
+        return outputs, drawn, asked
 
     def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
@@ -110,7 +117,7 @@ class WarmUp:
             layout.timing.eager.add(call.start, self._session.clock.now())
         return outputs
 
-    def _rehearse(self, layout: Layout, call: EagerCall) -> tuple[Any, bool]:
+    def _rehearse(self, key: Key, layout: Layout, call: EagerCall) -> tuple[Any, bool]:
         """Make the call. Return what it returns, and whether the preflight has seen each place that it has replaced."""
         carried, held = self._state.carried, self._state.watch.held_tensors()
         places = carried.places(held)
@@ -122,6 +129,7 @@ class WarmUp:
                 layout.rehearsing(),
                 answering(layout.answer.sees_capture),
                 self._session.uploads.in_place(),
+                answering_questions(self._questions.asked(key), self._session.device, captures=False),
             ):
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
@@ -132,7 +140,9 @@ class WarmUp:
         layout.note_writes(self._state.reads.writes(self._session.options.may_stop))
         return outputs, not carried.has_more(places, held)
 
-    def _call_under_preflight(self, layout: Layout, cold: Cold, call: EagerCall) -> tuple[Any, DrawPath | None]:
+    def _call_under_preflight(
+        self, key: Key, layout: Layout, cold: Cold, call: EagerCall
+    ) -> tuple[Any, DrawPath | None, AskedPath | None]:
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
 
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
@@ -148,7 +158,9 @@ class WarmUp:
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
             noting = noting_questions(answer.sees_capture)
             looking, uploading = layout.rehearsal.looking(), session.uploads.learning(provenance)
-            with preflight, noting, looking, _outside_of_inference_mode(call, state) as own, uploading:
+            asking = questions.asking() if self._questions.enabled else nullcontext()
+            own_call = _outside_of_inference_mode(call, state)
+            with preflight, noting, looking, own_call as own, uploading, asking:
                 outputs = own.to(session.fn)
             if before is not None and preflight.findings:
                 before.restore()
@@ -160,6 +172,9 @@ class WarmUp:
             generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
             provenance = Provenance()
             observers: list[Callable[..., object]] = [observer, *([provenance] if session.on_cuda else [])]
+            questions = QuestionRecorder(session.device, call.leaves, session.uploads.has)
+            if self._questions.enabled:
+                observers.append(questions)
             preflight = Preflight(session.device, generators, observers=observers, draws=draws, bitmaps=bitmaps)
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
@@ -167,6 +182,7 @@ class WarmUp:
                 replaced += state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
         drawn = None if draws is None else draws.path
+        asked = None if preflight.findings else questions.asked()
         self._compare_what_was_read(layout)
         if replaced and not len(session.cache):
             session.settings_history.accept()
@@ -178,21 +194,27 @@ class WarmUp:
         is_first = cold.calls == 0 and session.warmup > 2
         has_made = state.is_undecided() or state.tensors().keys() != known
         has_kept = not cold.calls and held.have_begun()
+        if asked is not None and (has_made or has_kept):  # it may have asked about what it has made for later calls
+            layout.count_call(cold)
+            return outputs, drawn, None
         if has_kept or (preflight.findings and (is_first or has_made)):
             if is_first or has_kept:
                 layout.count_call(cold)
-            return outputs, drawn
+            return outputs, drawn, asked
+        if not self._questions.is_confirmed(key, asked):
+            layout.count_call(cold)
+            return outputs, drawn, asked
         problem = describe(preflight.findings)
         if problem and not state.problem and answer.try_other(problem):
             layout.count_call(cold)  # another look, with the other answer
-            return outputs, drawn
+            return outputs, drawn, asked
         if other_answer:
             problem = problem and answer.hide_again()
             answer.keep()
         problem = "\n".join(filter(None, (state.problem, problem)))
         layout.note_preflight(cold, self._with_undeclared(problem))
         layout.count_call(cold)
-        return outputs, drawn
+        return outputs, drawn, asked
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""

@@ -325,10 +325,10 @@ class Cache:
         return found
 
     def find(self, key: Key) -> Captured | None:
-        """Return the graph for a key with outcomes as the most recently used one, or None."""
-        if key.outcomes is None:
+        """Return the graph for a key with outcomes or answers as the most recently used one, or None."""
+        if key.outcomes is None and key.answers is None:
             return None
-        self._last = None  # `get` compares no outcomes
+        self._last = None  # `get` compares neither
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return self._graphs.get(key)

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ..._torch.autograd.autograd import current_graph_task
-from ..._torch.compile import COMPILING_WRAPPERS, compiling_truth, replace_compiling_questions
+from ..._torch.compile import compiling_truth, passes_question_on, replace_compiling_questions
 from ..._torch.device.streams import capturing_builtin, replace_capturing_builtin
 from ..._undo import Undo
 
@@ -200,7 +200,7 @@ def _answer() -> bool:
 def _answer_compiling(question: str) -> bool:
     """Take the place of what `torch.compiler.is_compiling` and its kin do."""
     frame: FrameType = sys._getframe(2)
-    while frame.f_code in COMPILING_WRAPPERS and frame.f_back is not None:
+    while passes_question_on(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return _told(frame, compiling_truth[question])
 

@@ -51,11 +51,13 @@ class Provenance:
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what an operation has made, or written, on the host."""
-        made = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
-        written = [tensor for tensor in written_arguments(op, args, kwargs) if tensor.device.type == "cpu"]
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
+        if not any(tensor.is_cpu for tensor in (*given, *made)):
+            return
+        made = [tensor for tensor in made if tensor.is_cpu]
+        written = [tensor for tensor in written_arguments(op, args, kwargs) if tensor.is_cpu]
         if not made and not written:
             return
-        given = tensors_in((args, kwargs))
         if op is LIFT_FRESH and storage_address(given[0]) not in self._made:  # by code in C++
             self.note(given[0], is_constant=given[0].numel() <= MOST_ENTRIES)
             return
@@ -162,6 +164,10 @@ class Uploads:
         never_compile_by_itself(replaced)
         return replaced
 
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether this is one of the constants."""
+        return bool(self._uploaded) and any(tensor is each for each in self._uploaded.values())
+
     def is_here(self, device: Any) -> bool:
         """Return whether this is the device of the step, as an argument of torch's names it."""
         if not isinstance(device, (str, int, torch.device)):
@@ -176,7 +182,7 @@ class Uploads:
         of = self._provenance.of(tensor) if self._provenance is not None else frozenset[int]()
         if of is None:
             return None
-        content = _content(tensor)
+        content = content_of(tensor)
         if content not in self._uploaded:
             if self._captures:
                 raise CaptureError(_OTHERS.format(running_line(real_frame())))
@@ -298,7 +304,8 @@ def _is_plain(tensor: Any) -> bool:
     )
 
 
-def _content(tensor: Tensor) -> _Content:
+def content_of(tensor: Tensor) -> _Content:
+    """Return what tells a tensor on the host from others: its layout and its bytes."""
     flat = tensor.contiguous()
     content = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
     return tensor.dtype, tensor.shape, tensor.stride(), content

@@ -16,6 +16,7 @@ class Key(NamedTuple):
             whose `parts()` are `Part`s, and whose `words` say in a report what it does ("" if there is one thing only).
         settings: a number that stands for the settings of the call. No other settings ever get it.
         outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
+        answers: what calls ask the device about their input, see `InputQuestions`; None if they ask nothing.
         ranks_outcome: a number that stands for the outcomes on all ranks, see `Ranks.outcome_of_all`; 0 with one rank.
     """
 
@@ -23,6 +24,7 @@ class Key(NamedTuple):
     phase: Any
     settings: int
     outcomes: Any = None
+    answers: Any = None
     ranks_outcome: int = 0
 
     @property
@@ -30,7 +32,8 @@ class Key(NamedTuple):
         """The layout of the input, what the function does with it, and the outcomes, in words."""
         phase = "" if self.phase is None else self.phase.words
         outcomes = "" if self.outcomes is None else outcomes_text(self.outcomes)
-        return "; ".join(filter(None, (str(self.spec), phase, outcomes)))
+        answers = "" if self.answers is None else f"questions about the input: {', '.join(map(str, self.answers))}"
+        return "; ".join(filter(None, (str(self.spec), phase, outcomes, answers)))
 
 
 def outcomes_text(outcomes: tuple[Any, ...]) -> str:

@@ -1,6 +1,7 @@
 """What a step does on the host around its random draws: paths from read to read, and the tree of all known ones."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,27 @@ from ..._torch.tensors.modes import without_dispatch_modes, without_torch_functi
 from ..._torch.tensors.tree import tensors_in
 
 Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
+NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
 
 
 class Slot(NamedTuple):
     """Stands for the tensor that is the n-th result of the operations of a path."""
 
     number: int
+
+
+class Leaf(NamedTuple):
+    """Stands for the n-th argument of the call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands for a tensor that is the same in each call: two of these are equal if their keys are."""
+
+    key: Any
+    tensor: Tensor = field(compare=False)
 
 
 class Like(NamedTuple):
@@ -44,12 +60,12 @@ class NumberRead(NamedTuple):
     """The host reads a number.
 
     Attributes:
-        slot: of which tensor.
+        slot: of which tensor: a result, or an argument of the call.
         learn: returns what the host learns from the number.
         by: its second argument, for a comparison with a number; None if it has one argument.
     """
 
-    slot: Slot
+    slot: Slot | Leaf | Held
     learn: Callable[..., Any]
     by: Any = None
 
@@ -122,36 +138,44 @@ class Tree:
         self.paths += new
         return True
 
-    def draw(self) -> Outcomes | None:
-        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next."""
+    def draw(self, leaves: Sequence[Any] = ()) -> Outcomes | None:
+        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next.
+
+        Args:
+            leaves: the arguments of the call.
+        """
         node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
         # The modes of the user's must not see these operations, nor change them.
         with without_torch_function(), torch.no_grad():
             while node is not None:
                 for operation in node.operations:
-                    results += _run(operation, results)
+                    results += _run(operation, results, leaves)
                 if node.read is None:
                     return tuple(outcomes)
-                outcomes.append(node.read.outcome(results[node.read.slot.number].item()))
+                outcomes.append(node.read.outcome(_filled(node.read.slot, results, leaves).item()))
                 node = node.next.get(outcomes[-1])
         return None
 
 
-def _run(operation: DrawOperation, results: Sequence[Tensor]) -> list[Tensor]:
-    args = [_filled(argument, results) for argument in operation.args]
-    kwargs = {name: _filled(argument, results) for name, argument in operation.kwargs}
+def _run(operation: DrawOperation, results: Sequence[Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    args = [_filled(argument, results, leaves) for argument in operation.args]
+    kwargs = {name: _filled(argument, results, leaves) for name, argument in operation.kwargs}
     result = operation.function(*args, **kwargs)
     return [result] if isinstance(result, Tensor) else tensors_in(result)
 
 
-def _filled(argument: Any, results: Sequence[Tensor]) -> Any:
+def _filled(argument: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
     """Return an argument with tensors in it."""
     kind = type(argument)
     if kind is Slot:
         return results[argument.number]
+    if kind is Leaf:
+        return leaves[argument.number]
+    if kind is Held:
+        return argument.tensor
     if kind is Like:
         return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype).zero_()
-    return [_filled(each, results) for each in argument] if kind is tuple else argument
+    return [_filled(each, results, leaves) for each in argument] if kind is tuple else argument
 
 
 def repeats(path: DrawPath, before: Tensor, after: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, REA
 from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
-from ..._user_line import SourceLocation, wraps_operations
+from ..._user_line import SourceLocation, real_frame, wraps_operations
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import is_compared_at_once, told_of
 from .uncapturable import DRAW_ON_DEVICE, Problem
@@ -119,7 +118,7 @@ class DrawRecorder:
             # A result that stays on the host: made of draws and numbers alone, by what can be repeated.
             made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
             made = made and all(tensor.device.type == "cpu" for tensor in results)
-            if made and _is_repeatable(op) and all(map(self._is_known, given)):
+            if made and is_repeatable(op) and all(map(self._is_known, given)):
                 self._note(op, args, kwargs, results, drawn)
             else:
                 self._used |= drawn
@@ -169,7 +168,7 @@ class DrawRecorder:
 
     def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
         """Remember what makes a tensor on the CPU of numbers alone."""
-        makes = op is LIFT_FRESH or (not given and _is_repeatable(op))
+        makes = op is LIFT_FRESH or (not given and is_repeatable(op))
         one = makes and len(results) == 1 and _geometry(results[0]) is not None
         if op is LIFT_FRESH and one:
             if results[0].numel() <= _MOST_CONSTANTS:
@@ -228,7 +227,7 @@ class DrawRecorder:
         def item(tensor: Tensor) -> Any:
             here = threading.get_ident() == self._thread and isinstance(tensor, Tensor)
             draws = self._draws_in(tensor) if here else frozenset[int]()
-            frame = sys._getframe(1)
+            frame = real_frame()
             geometry = _geometry(tensor) if draws else None
             number = None if geometry is None else self._slots.get(geometry)
             if number is None or not tensor.is_floating_point() or not is_compared_at_once(frame):
@@ -311,7 +310,7 @@ def _draws(op: Any, kwargs: Any, results: list[Tensor]) -> bool:
     return seeded and kwargs.get("generator") is None and {tensor.device.type for tensor in results} == {"cpu"}
 
 
-def _is_repeatable(op: Any) -> bool:
+def is_repeatable(op: Any) -> bool:
     """Return whether an operation of ATen gives the same results for the same arguments, of shapes that are known."""
     tags = getattr(op, "tags", (torch.Tag.data_dependent_output,))
     depends = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

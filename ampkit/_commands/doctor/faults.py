@@ -20,6 +20,7 @@ from ..._capture.host.uploads import Provenance, Uploads
 from ..._capture.keys.inputs import path
 from ..._capture.preflight.draw_record import DrawRecorder
 from ..._capture.preflight.preflight import Finding, Preflight
+from ..._capture.preflight.questions import QuestionRecorder
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
@@ -160,8 +161,15 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
             "graph of its own, and steps cannot be compared with each other to find what else varies"
         )
         yield Fault("low", "host random numbers", "", what, DRAWS_ADVICE)
+    if trial.questions:
+        what = (
+            f"the host asks the device {trial.questions} question(s) about the batch in a step: each combination of "
+            "answers takes a graph of its own, and a call waits for the step before it to ask"
+        )
+        yield Fault("low", "question about the batch", "", what, _ASK)
 
 
+_ASK = "Check batches before the loop or in the loader, or use torch.where instead of a branch."
 _OTHER_BRANCH = "told that it is being captured, the code takes another one"
 
 
@@ -171,16 +179,21 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     with ExitStack() as stack:
         draws = DrawRecorder(trial.device)  # what the host only compares can be captured
         generators = trial.subject.options.get("generators", ())
-        provenance = Provenance()  # of what is copied to the device; constants can be captured, too
-        observers = [provenance] if trial.device.type == "cuda" else []
+        # Constants that are copied to the device can be captured, too, and so can questions about the batch.
+        provenance, uploads = Provenance(), Uploads(trial.device, HostTensors())
+        questions = QuestionRecorder(trial.device, tree_flatten(trial.kept)[0], uploads.has)
+        observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
         preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws, observers=observers))
-        stack.enter_context(Uploads(trial.device, HostTensors()).learning(provenance))
+        stack.enter_context(uploads.learning(provenance))
+        stack.enter_context(questions.asking())
         if trial.why_apart:
             optimizer = trial.subject.optimizer
             for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
                 stack.callback(register(lambda *_: bounds.append(len(preflight.findings))).remove)
         trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
     trial.decisions = 0 if draws.path is None else len(draws.path.outcomes)
+    asked = questions.asked()
+    trial.questions = 0 if asked is None else len(asked.path.outcomes)
     return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
 
 
@@ -232,11 +245,11 @@ def host_faults(trial: Trial) -> Iterator[Fault]:
     """Yield the calls and numbers that differ between recorded steps whose batches have the same layout.
 
     Lines that cannot be captured are left out: a number that they read from the device may differ rightly. Steps in
-    which the host decides by random draws differ rightly, too, and are not compared.
+    which the host decides by random draws, or by what is in the batch, differ rightly, too, and are not compared.
     """
     found: Counter[tuple[str, str]] = Counter()
     lines: dict[str, str] = {}
-    if trial.decisions:
+    if trial.decisions or trial.questions:
         return
     for records in trial.records.values():
         for other in records[1:]:

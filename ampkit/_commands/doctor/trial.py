@@ -126,6 +126,7 @@ class Trial:
     # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
     records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
     decisions: int = field(init=False, default=0)  # comparisons with random draws of the host, in one step
+    questions: int = field(init=False, default=0)  # about the batch, in one step
     uncapturable_lines: set[str] = field(init=False, default_factory=set)
     why_apart: str = field(init=False)  # why the optimizer cannot be captured, "" if it can
     may_be_constant: bool = field(init=False)  # whether it can all the same, as long as none of its numbers changes

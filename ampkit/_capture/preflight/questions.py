@@ -1,0 +1,308 @@
+"""What a call asks the device about its input alone, recorded so that it can be asked ahead of a replay.
+
+`if (labels >= classes).any():`, `if mask.all():` and `if lengths.max() > 512:` read what the batch has in it. A graph
+cannot wait for that. But each call can compute the same from its batch before its graph is chosen, and each combination
+of answers has a graph of its own, as those of random draws on the host have.
+
+A question is one if its tensor is computed from the input and from constants alone, by operations that can be repeated,
+and if the host learns no more than true or false. In the rehearsal and in the capture the recorded answers are given,
+by their order, in place of the values.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..._errors import CaptureError
+from ..._torch.compile import never_compile_by_itself
+from ..._torch.tensors.modes import without_modes
+from ..._torch.tensors.operators import LIFT_FRESH, op_schema, written_arguments
+from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.tree import tensors_in
+from ..._undo import Undo, replace
+from ..._user_line import real_frame, running_line, wraps_operations
+from ..host.constants import MOST_ENTRIES
+from ..host.uploads import content_of
+from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
+from .draw_record import is_repeatable
+from .drawn_number import DrawnNumber, is_compared_at_once, told_of
+from .host_values import report_read
+from .uncapturable import READ
+
+wraps_operations(__file__)
+
+_Geometry = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class _Made(NamedTuple):
+    """Stands for a result of a recorded operation."""
+
+    operation: int
+    number: int
+
+
+_Source = Leaf | Held | _Made
+
+
+class AskedPath(NamedTuple):
+    """What a call has asked.
+
+    Attributes:
+        path: the questions, with what computes them and the answers.
+        answered: for each tensor of the device that the host has read, whether that was one of the questions.
+    """
+
+    path: DrawPath
+    answered: tuple[bool, ...]
+
+
+class QuestionRecorder:
+    """Records what a call asks about its input. It is called with each operation.
+
+    Args:
+        device: where the step computes.
+        leaves: the arguments of the call.
+        is_constant: whether a tensor is the same in each call.
+    """
+
+    def __init__(self, device: torch.device, leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> None:
+        self._device, self._thread, self._is_constant = device, threading.get_ident(), is_constant
+        self._operations: list[tuple[Any, Any, Any, int]] = []  # with the number of its results
+        # By address and geometry: what a tensor is made of.
+        self._made: dict[int, dict[_Geometry, _Source]] = {}
+        self._reads: list[tuple[_Source, Callable[..., Any], Any, bool]] = []
+        self._answered: list[bool] = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and _is_plain(leaf) and (address := storage_address(leaf)):
+                self._made.setdefault(address, {})[_geometry(leaf)] = Leaf(number)
+
+    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of an operation."""
+        results, given = tensors_in(result), tensors_in((args, kwargs))
+        changes = op_schema(op).is_mutable
+        written = written_arguments(op, args, kwargs) if changes else ()
+        stale = self._made.keys() & set(map(storage_address, (*results, *written)))
+        if stale and not changes:  # memory that was free, and is used again
+            stale -= set(map(storage_address, given))
+        for address in stale:
+            del self._made[address]
+        if changes or not results or not all(map(_is_plain, results)):
+            return
+        if op is LIFT_FRESH and results[0].is_cpu and results[0].numel() <= MOST_ENTRIES:
+            # Of Python's numbers. On another device it is one of the constants.
+            held = Held(content_of(results[0]), results[0].clone())
+            self._made[storage_address(results[0])] = {_geometry(results[0]): held}
+            return
+        sources = self._sources(given)
+        if sources is None or not is_repeatable(op) or not all(map(self._is_here, results)):
+            return
+        number = len(self._operations)
+        self._operations.append((op, self._noted(args), self._noted(kwargs), len(results)))
+        for i, tensor in enumerate(results):
+            self._made.setdefault(storage_address(tensor), {})[_geometry(tensor)] = _Made(number, i)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Context of the call."""
+        with Undo() as undo:
+            for name, asked in (("__bool__", self._asked), ("item", self._item)):
+                replace(undo, Tensor, name, _wrapped(getattr(Tensor, name), asked, self._device, self._thread))
+            yield
+
+    def asked(self) -> AskedPath | None:
+        """Return what was asked, None if nothing was."""
+        if not self._reads:
+            return None
+        slots: dict[int, int] = {}
+        segments, count = [], 0
+        for source, learn, by, answer in self._reads:
+            operations = []
+            for number in self._needed(source):
+                if number in slots:
+                    continue
+                op, args, kwargs, results = self._operations[number]
+                made = _with_slots(args, slots), _with_slots(kwargs, slots)
+                operations.append(DrawOperation(op, made[0], tuple(made[1].items())))
+                slots[number] = count
+                count += results
+            read = NumberRead(_with_slots(source, slots), learn, by)
+            segments.append(Segment(tuple(operations), read, answer))
+        return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._answered))
+
+    def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Take the place of `Tensor.__bool__`."""
+        if (source := self._question(tensor)) is None:
+            return original(tensor)
+        value = bool(_read(original, tensor))
+        self._reads.append((source, bool, None, value))
+        return value
+
+    def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Take the place of `Tensor.item`, of a boolean, or of a number that is compared at once."""
+        is_bool = tensor.dtype is torch.bool
+        if not (is_bool or is_compared_at_once(real_frame())) or (source := self._question(tensor)) is None:
+            return original(tensor)
+        value = _read(original, tensor)
+        if is_bool:
+            self._reads.append((source, bool, None, value))
+            return value
+
+        def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+            if by != by:  # with something else than a number
+                report_read(READ, running_line(real_frame()))
+            self._reads.append((source, compare, by, compare(float(value), by)))
+
+        return told_of(value, compared)
+
+    def _question(self, tensor: Tensor) -> _Source | None:
+        """Return what a tensor that is read is computed from, None if that is not the input alone."""
+        source = self._source(tensor)
+        is_one = source is not None and len(self._needed(source)) <= _MOST_OPERATIONS
+        self._answered.append(is_one)
+        return source if is_one else None
+
+    def _sources(self, tensors: Sequence[Tensor]) -> "list[_Source] | None":
+        """Return what these are made of, None if one of them is made of something else."""
+        found = list[_Source]()
+        for tensor in tensors:
+            if (source := self._source(tensor)) is None:
+                return None
+            found.append(source)
+        return found
+
+    def _source(self, tensor: Tensor) -> "_Source | None":
+        if not _is_plain(tensor):
+            return None
+        address = storage_address(tensor)
+        if self._is_constant(tensor):
+            return Held(tensor.data_ptr(), tensor)
+        return self._made.get(address, {}).get(_geometry(tensor))
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type and storage_address(tensor) != 0
+
+    def _noted(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._noted(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._noted, value))
+        return self._source(value) if isinstance(value, Tensor) else value
+
+    def _needed(self, source: _Source) -> list[int]:
+        """Return the operations that compute this, in their order."""
+        left, found = [source], set[int]()
+        while left:
+            each = left.pop()
+            if isinstance(each, _Made) and each.operation not in found:
+                found.add(each.operation)
+                left += _made_in(self._operations[each.operation][1:3])
+        return sorted(found)
+
+
+@contextmanager
+def answering_questions(asked: AskedPath | None, device: torch.device, *, captures: bool) -> Iterator[None]:
+    """Context of a rehearsal or a capture, in which what a call asks gets the recorded answers, in their order.
+
+    Args:
+        asked: what the calls of this key ask; None for nothing.
+        device: where the step computes.
+        captures: whether it is an error if the call does not ask all of it.
+    """
+    if asked is None:
+        yield
+        return
+    answered, reads = iter(asked.answered), iter([each for each in asked.path.segments if each.read is not None])
+
+    def answer(original: Callable[..., Any], tensor: Tensor) -> Any:
+        if not next(answered, False):
+            return original(tensor)
+        if (segment := next(reads, None)) is None or segment.read is None:
+            raise CaptureError(_OTHERS.format(running_line(real_frame())))
+        if segment.read.by is None:
+            return segment.outcome
+        return _Answered(segment.read.learn, segment.read.by, segment.outcome)
+
+    with Undo() as undo:
+        for name in ("__bool__", "item"):
+            replace(undo, Tensor, name, _wrapped(getattr(Tensor, name), answer, device, threading.get_ident()))
+        yield
+    if captures and next(reads, None) is not None:
+        raise CaptureError(_OTHERS.format("the step"))
+
+
+class _Answered(DrawnNumber):
+    """A number that is not known, but for the outcome of a comparison."""
+
+    def __new__(cls, compare: Callable[[Any, Any], bool], by: float, outcome: Any) -> "_Answered":
+        made = super().__new__(cls, "nan")
+        made._known = compare, by, outcome
+        return made
+
+    _known: tuple[Callable[[Any, Any], bool], float, Any]
+
+    def compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
+        if self._known[:2] != (compare, other):
+            raise CaptureError(_OTHERS.format(running_line(real_frame())))
+        return bool(self._known[2])
+
+
+def _wrapped(
+    original: Callable[..., Any],
+    asked: Callable[[Callable[..., Any], Tensor], Any],
+    device: torch.device,
+    thread: int,
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(tensor: Tensor) -> Any:
+        here = isinstance(tensor, Tensor) and tensor.device.type == device.type and threading.get_ident() == thread
+        return asked(original, tensor) if here and not torch.compiler.is_compiling() else original(tensor)
+
+    never_compile_by_itself(wrapped)
+    return wrapped
+
+
+def _read(original: Callable[..., Any], tensor: Tensor) -> Any:
+    """Return a value, which is no finding."""
+    if tensor.device.type != "cuda":
+        with without_modes():
+            return original(tensor)
+    with Undo() as undo, without_modes():
+        undo.note(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("default")
+        return original(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _geometry(tensor: Tensor) -> _Geometry:
+    return int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _made_in(value: Any) -> list[_Made]:
+    if isinstance(value, _Made):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if type(value) is tuple else ()
+    return [each for part in parts for each in _made_in(part)]
+
+
+def _with_slots(value: Any, slots: dict[int, int]) -> Any:
+    if isinstance(value, _Made):
+        return Slot(slots[value.operation] + value.number)
+    if isinstance(value, dict):
+        return {name: _with_slots(each, slots) for name, each in value.items()}
+    return tuple(_with_slots(each, slots) for each in value) if type(value) is tuple else value
+
+
+_MOST_OPERATIONS = 64  # of a question
+_OTHERS = (
+    "{0} asks the device something else about the input than in the calls before, after the same answers. What it asks "
+    "must depend on the batch and on what was asked before"
+)

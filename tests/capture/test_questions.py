@@ -1,0 +1,191 @@
+"""Questions that a step asks the device about its input: asked ahead of a replay, and what is still named."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, deterministic, training_state
+from tape import taped
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+CLASSES, PADDING = 4, 9
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with deterministic(), taped() if request.param[0] == "cpu" else nullcontext():
+        yield request.param
+
+
+class Net(nn.Module):
+    """A layer with a dropout; `ask` may look at the batch."""
+
+    def __init__(self, ask: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.drop = nn.Linear(4, CLASSES), nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.ask, self.first, self.limit = ask, None, 0.5
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        return self.drop(self.ask(self, self.fc(x), mask, y))
+
+
+def batches(device: str, calls: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    for i in range(calls):
+        x = torch.rand(4, 4, generator=made) * (1 + (i % 3 == 0))
+        mask = torch.ones(4, 4, dtype=torch.bool)
+        mask[:, 2] = i % 5 != 0
+        yield x.to(device), mask.to(device), torch.randint(CLASSES, (4,), generator=made).to(device)
+
+
+def trained(
+    ask: Callable[[Any, Tensor, Tensor, Tensor], Tensor], engine: Engine, calls: int = 40, bad: int = -1, **options: Any
+) -> tuple[list[Any], Any, list[str]]:
+    """Return loss and state after each call, the report, and the warnings. In call `bad` a label is out of range."""
+    device, graph = engine
+    torch.manual_seed(0)
+    net = Net(ask).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-6, fused=True)
+
+    def loss_fn(model: nn.Module, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x, mask, y), y.clamp(max=CLASSES - 1))
+
+    step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph, **options)
+    history: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i, (x, mask, y) in enumerate(batches(device, calls)):
+            if i == bad:
+                y[1] = PADDING
+            try:
+                history.append((step(x, mask, y).loss, training_state(net, optimizer, step.scaler)))
+            except ValueError as error:
+                history.append((str(error), training_state(net, optimizer, step.scaler)))
+    report = step.report()
+    step.close()
+    return history, report, [str(w.message) for w in caught if issubclass(w.category, ampkit.CaptureWarning)]
+
+
+def checks_labels(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if y.max() >= CLASSES:
+        raise ValueError("a label is out of range")
+    return h
+
+
+def several(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if not mask.all():
+        h = h * mask
+        if y[0].item() > 1:
+            h = h + 1.0
+    return h * 2.0 if 0 in y[-2:] else h
+
+
+WAYS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "check of labels": checks_labels,
+    "padding": lambda net, h, mask, y: h if mask.all() else h * mask,
+    "any item": lambda net, h, mask, y: h * 0.5 if (y == 3).any().item() else h,
+    "compared number": lambda net, h, mask, y: h * 0.5 if y.float().mean().item() > net.limit + 1.0 else h,
+    "is in": lambda net, h, mask, y: h * 0.5 if 3 in y else h,
+    "entry": lambda net, h, mask, y: h * 0.5 if mask[0, 2] else h,
+    "several": several,
+}
+
+
+@pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
+def test_a_question_about_the_input_is_asked_ahead(engine: Engine, ask: Any) -> None:
+    """D3: each combination of answers has a graph of its own; the bits are eager's, whatever is asked."""
+    expected, _, _ = trained(ask, (engine[0], "off"))
+    history, report, messages = trained(ask, engine)
+    assert messages == []
+    assert report.failure is None
+    assert report.replays >= 40 - 3 - 3 * 4  # at most five combinations of answers
+    assert report.captures > 0
+    assert "questions about the input" in str(report)
+    assert_same(history, expected)
+
+
+def test_a_check_that_raises(engine: Engine) -> None:
+    """D3: a label out of range raises the user's own error, nothing of the step is done, and training goes on."""
+    expected, _, _ = trained(checks_labels, (engine[0], "off"), bad=20)
+    history, report, messages = trained(checks_labels, engine, bad=20)
+    assert history[20][0] == "a label is out of range"
+    assert messages == []
+    assert report.captures == 1
+    assert report.replays >= 40 - 3 - 1
+    assert_same(history, expected)
+
+
+@pytest.mark.parametrize("options", [{"policy": "float16"}, {"accumulate": 2}, {"verify": 4}, {"warmup": 6}], ids=str)
+def test_with_options(engine: Engine, options: dict[str, Any]) -> None:
+    """D3: with a loss scale, in windows, verified, and in a longer warm-up."""
+    expected, _, _ = trained(several, (engine[0], "off"), **{**options, "verify": 0})
+    history, report, _ = trained(several, engine, **options)
+    assert report.failure is None
+    assert report.replays > 10
+    assert_same(history, expected)
+
+
+def of_weights(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * 0.5 if h.max() > 0 else h
+
+
+def of_a_buffer(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * 0.5 if (net.calls + y.sum()) % 2 == 0 else h
+
+
+def of_what_was_kept(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if net.first is None:
+        net.first = y.sum() % 2
+    return h * 0.5 if net.first else h
+
+
+def of_random_numbers(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * 0.5 if torch.rand_like(h)[0, 0] > 0.5 else h
+
+
+def of_changed_input(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    y.add_(net.calls.long() % 2)
+    return h * 0.5 if y.sum() % 2 == 0 else h
+
+
+def of_a_number(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * float(y.sum().item())
+
+
+OTHERS = [of_weights, of_a_buffer, of_what_was_kept, of_random_numbers, of_changed_input, of_a_number]
+
+
+@pytest.mark.parametrize("ask", OTHERS, ids=lambda ask: ask.__name__)
+def test_other_questions_are_named(engine: Engine, ask: Any) -> None:
+    """D3: what depends on weights, state, earlier batches or random numbers, or needs the number, is named by line."""
+    expected, _, _ = trained(ask, (engine[0], "off"), calls=12)
+    history, report, messages = trained(ask, engine, calls=12, on_failure="eager")
+    assert report.replays == 0
+    assert "test_questions.py:" in " ".join(messages)
+    assert_same(history, expected)
+
+
+def test_in_a_function(engine: Engine) -> None:
+    """D3: `ampkit.graphed` asks ahead, too."""
+    device, graph = engine
+    layer = nn.Linear(4, 4).to(device)
+
+    @ampkit.graphed(modules=(layer,), graph=graph)
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = layer(x)
+        return out if mask.all() else out * mask
+
+    for x, mask, _ in batches(device, 30):
+        out = layer(x)
+        assert_same(fn(x, mask).detach(), (out if mask.all() else out * mask).detach())
+    report = fn.report()
+    assert (report.failure, report.captures) == (None, 2)
+    assert report.replays >= 30 - 2 * 3

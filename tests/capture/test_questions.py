@@ -173,6 +173,31 @@ def test_other_questions_are_named(engine: Engine, ask: Any) -> None:
     assert_same(history, expected)
 
 
+def test_a_scan_makes_such_steps_one_by_one(engine: Engine) -> None:
+    """D3: with the bits of single calls."""
+    device, graph = engine
+    made = list(batches(device, 24))
+    found = []
+    for way, scans in (("off", False), (graph, True)):
+        torch.manual_seed(0)
+        net = Net(several).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-6, fused=True)
+        step = ampkit.graphed_step(
+            lambda model, x, mask, y: nn.functional.cross_entropy(model(x, mask, y), y), net, optimizer, graph=way
+        )
+        if scans:
+            for start in range(0, 24, 4):
+                step.scan(*map(torch.stack, zip(*made[start : start + 4], strict=True)))
+            assert (step.report().launches, step.report().failure) == (0, None)
+            assert step.report().replays > 0
+        else:
+            for each in made:
+                step(*each)
+        found.append(training_state(net, optimizer, step.scaler))
+        step.close()
+    assert_same(*found)
+
+
 def test_in_a_function(engine: Engine) -> None:
     """D3: `ampkit.graphed` asks ahead, too."""
     device, graph = engine

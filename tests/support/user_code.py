@@ -43,7 +43,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.drop(self.first(x)))
         for piece in self.pieces:
-            h = piece.use(self, h)
+            h = piece.ask(self, h, x)
         out: Tensor = self.second(h)
         return out
 
@@ -62,6 +62,10 @@ class Piece:
     def use(self, net: Any, h: Tensor) -> Tensor:
         """Return what the next layer gets. A part of the step."""
         return h
+
+    def ask(self, net: Any, h: Tensor, x: Tensor) -> Tensor:
+        """Do the same with a look at the input."""
+        return self.use(net, h)
 
     def between(self, i: int, net: Any, optimizer: torch.optim.Optimizer) -> None:
         """Do what the script does behind call `i`."""
@@ -299,6 +303,65 @@ class ChangesModel(Piece):
             net.drop.p = 0.25 if is_first else 0.5
 
 
+class Asks(Piece):
+    """Asks the device something, about the input alone or about more than that."""
+
+    def __init__(self, pick: random.Random, place: int) -> None:
+        super().__init__(pick, place)
+        self.way, self.limit = pick.randint(0, 7), pick.choice((-9.0, 0.0, 0.5))
+
+    def ask(self, net: Any, h: Tensor, x: Tensor) -> Tensor:
+        if self.way == 0:
+            asked = bool(x.sum() > self.limit)
+        elif self.way == 1:
+            asked = (x > 1.0 + self.limit).any().item()
+        elif self.way == 2:
+            asked = x.abs().mean().item() > 0.5 + self.limit
+        elif self.way == 3:
+            asked = bool((x.sum() + net.first.weight.sum()) > self.limit)
+        elif self.way == 4:
+            net.kept.setdefault("first", x.sum())
+            asked = bool(net.kept["first"] > self.limit)
+        elif self.way == 5:
+            asked = bool(x.sum() > self.limit and x[0].sum() > 0)
+        elif self.way == 6:
+            changed = x.clone()
+            changed[0] *= 2.0
+            asked = bool(changed.sum() > self.limit)
+        else:
+            asked = bool(torch.rand_like(x).sum() > 4.0)
+        return h * 0.5 if asked else h
+
+    def between(self, i: int, net: Any, optimizer: torch.optim.Optimizer) -> None:
+        if i == self.at:
+            self.limit += 0.25
+
+
+class Copies(Piece):
+    """Copies numbers of the host to the device, which change once, or never."""
+
+    def __init__(self, pick: random.Random, place: int) -> None:
+        super().__init__(pick, place)
+        self.way, self.numbers = pick.randint(0, 4), [0.5, 1.0, 2.0, 1.0]
+        self.table, self.changes = torch.tensor([1.0, 0.5, 1.0, 2.0]), pick.random() < 0.5
+
+    def use(self, net: Any, h: Tensor) -> Tensor:
+        if self.way == 0:
+            return h * torch.tensor(self.numbers, device=h.device)
+        if self.way == 1:
+            return h * self.table.to(h.device)
+        if self.way == 2:
+            return h * (torch.arange(4.0) * self.numbers[0]).to(h.device)
+        if self.way == 3:
+            return h[:, [3, 1, 0, 2]] * h.new_tensor(self.numbers[1])
+        return h * torch.rand(4).to(h.device)
+
+    def between(self, i: int, net: Any, optimizer: torch.optim.Optimizer) -> None:
+        if i == self.at and self.changes:
+            self.numbers[0] = 0.25
+            self.table.mul_(0.5)
+
+
 PIECES: dict[str, Callable[[random.Random, int], Piece]] = {
     "value": ReadsValue,
     "attribute": ReadsAttribute,
@@ -314,6 +377,8 @@ PIECES: dict[str, Callable[[random.Random, int], Piece]] = {
     "weights": LooksAtWeights,
     "tensor beside": Rebinds,
     "model": ChangesModel,
+    "asks": Asks,
+    "copies": Copies,
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused sgd": lambda params: torch.optim.SGD(params, lr=2.0**-5, momentum=0.5, fused=True),

@@ -77,7 +77,11 @@ class Fallback:
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
-        return CaptureError(f"{self._name}: {reason}")
+        return CaptureError(self._worded(f"{self._name}: {reason}"))
+
+    def _worded(self, text: str) -> str:
+        """Return a message about a step whose function returns what it likes: only that of `graphed_step` has `aux`."""
+        return text if self._name == "graphed_step" else text.replace(" in aux", "")
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""
@@ -108,11 +112,11 @@ class Fallback:
         """
         if self.raises:
             raise self.error(error) from error
-        self.failure = str(error)
+        self.failure = self._worded(str(error))
         refuse(reason)
         if is_last:
             self.refused = reason
-        self.warn_once(self.failure, f"{error} {_GOES_ON}.")
+        self.warn_once(self.failure, f"{self.failure} {_GOES_ON}.")
 
     def has_warned(self, kind: str) -> bool:
         """Return whether there was a warning of this kind."""
@@ -120,4 +124,4 @@ class Fallback:
 
     def warn_once(self, kind: str, message: str) -> bool:
         """Warn unless there was a warning of this kind; return whether there was none."""
-        return self._warn(message, kind)
+        return self._warn(self._worded(message), kind)

@@ -59,7 +59,7 @@ class Provenance:
         if not made and not written:
             return
         if op is LIFT_FRESH and storage_address(given[0]) not in self._made:  # by code in C++
-            self.note(given[0], is_constant=given[0].numel() <= MOST_ENTRIES)
+            self.note(given[0], frozenset() if given[0].numel() <= MOST_ENTRIES else None)
             return
         varies = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
         of = frozenset[int]()
@@ -70,16 +70,13 @@ class Provenance:
         for tensor in written:
             address = storage_address(tensor)
             # What was there before, and is changed now, is state.
-            self._note(tensor, None if varies or address in self._before else of)
+            self.note(tensor, None if varies or address in self._before else of)
         for tensor in made:
             if storage_address(tensor) not in self._made:
-                self._note(tensor, None if varies else of)
+                self.note(tensor, None if varies else of)
 
-    def note(self, tensor: Tensor, *, is_constant: bool) -> None:
-        """Take note of a tensor that was just made of Python's numbers."""
-        self._note(tensor, frozenset() if is_constant else None)
-
-    def _note(self, tensor: Tensor, of: frozenset[int] | None) -> None:
+    def note(self, tensor: Tensor, of: frozenset[int] | None) -> None:
+        """Take note of a tensor that was just made. `of` is as `of(tensor)` returns it."""
         if tensor.device.type == "cpu" and (address := storage_address(tensor)):
             self._alive.append(storage_of(tensor))
             self._made[address] = of
@@ -189,7 +186,7 @@ class Uploads:
             size = len(content[-1])
             if self._provenance is None or size > _MOST_EACH or self._bytes + size > _MOST_IN_ALL:
                 return None
-            with without_modes(), torch.no_grad():  # pinned, for the host is not to wait
+            with without_modes(), torch.inference_mode(False), torch.no_grad():  # pinned, for the host is not to wait
                 self._uploaded[content] = _move(tensor.clone().pin_memory(), self._device, non_blocking=True)
             self._bytes += size
         if self._provenance is not None:
@@ -199,27 +196,20 @@ class Uploads:
     def note(self, made: Any, data: Any) -> None:
         """Take note of a tensor on the host that was just made of Python's numbers."""
         if self._provenance is not None and isinstance(made, Tensor) and not isinstance(data, Tensor):
-            self._provenance.note(made, is_constant=_count(data) <= MOST_ENTRIES)
+            self._provenance.note(made, frozenset() if _count(data) <= MOST_ENTRIES else None)
 
 
 _Copied = Callable[[Uploads, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _moved(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the place of `Tensor.to`, of a tensor that may be on the host."""
+    """Take the place of `Tensor.to` and `Tensor.cuda`, of a tensor that may be on the host."""
     device = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
     device = device.device if isinstance(device, Tensor) else device
+    if device is None and original.__name__ == "cuda":
+        device = "cuda"
     found = uploads.constant(args[0]) if uploads.is_here(device) else None
     return original(*args, **kwargs) if found is None else original(found.clone(), *args[1:], **kwargs)
-
-
-def _moved_to_cuda(
-    uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Take the place of `Tensor.cuda`."""
-    device = kwargs.get("device", args[1] if len(args) > 1 else None)
-    found = uploads.constant(args[0]) if uploads.is_here("cuda" if device is None else device) else None
-    return original(*args, **kwargs) if found is None else found.clone()
 
 
 def _written(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,7 +250,7 @@ def _indexed(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ..
     for part in parts:
         host = part
         if type(part) is list:
-            host = _tensor_of(part)
+            host = _tensor_of(part, device="cpu")
             uploads.note(host, part)
         here = uploads.constant(host) if _is_copied_index(part) else None
         found.append(part if here is None else here)
@@ -280,7 +270,7 @@ _MASKS = (torch.bool, torch.uint8)
 # What copies to the device: owner, name, and what takes its place.
 _COPYING: Sequence[tuple[Any, str, _Copied]] = (
     (Tensor, "to", _moved),
-    (Tensor, "cuda", _moved_to_cuda),
+    (Tensor, "cuda", _moved),
     (Tensor, "copy_", _written),
     (Tensor, "__getitem__", _indexed),
     (Tensor, "__setitem__", _indexed),

@@ -73,7 +73,8 @@ class QuestionRecorder:
 
     def __init__(self, device: torch.device, leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> None:
         self._device, self._thread, self._is_constant = device, threading.get_ident(), is_constant
-        self._operations: list[tuple[Any, Any, Any, int]] = []  # with the number of its results
+        # With the number of its results, and what its arguments are made of.
+        self._operations: list[tuple[Any, Any, Any, int, list[_Source | None]]] = []
         # By address and geometry: what a tensor is made of.
         self._made: dict[int, dict[_Geometry, _Source]] = {}
         self._reads: list[tuple[_Source, Callable[..., Any], Any, bool]] = []
@@ -99,11 +100,14 @@ class QuestionRecorder:
             held = Held(content_of(results[0]), results[0].clone())
             self._made[storage_address(results[0])] = {_geometry(results[0]): held}
             return
-        sources = self._sources(given)
-        if sources is None or not is_repeatable(op) or not all(map(self._is_here, results)):
+        here = all(tensor.device.type == self._device.type and storage_address(tensor) for tensor in results)
+        if not (here and is_repeatable(op)):
+            return
+        sources = [self._source(tensor) for tensor in given]
+        if None in sources:
             return
         number = len(self._operations)
-        self._operations.append((op, self._noted(args), self._noted(kwargs), len(results)))
+        self._operations.append((op, self._noted(args), self._noted(kwargs), len(results), sources))
         for i, tensor in enumerate(results):
             self._made.setdefault(storage_address(tensor), {})[_geometry(tensor)] = _Made(number, i)
 
@@ -126,7 +130,7 @@ class QuestionRecorder:
             for number in self._needed(source):
                 if number in slots:
                     continue
-                op, args, kwargs, results = self._operations[number]
+                op, args, kwargs, results, _ = self._operations[number]
                 made = _with_slots(args, slots), _with_slots(kwargs, slots)
                 operations.append(DrawOperation(op, made[0], tuple(made[1].items())))
                 slots[number] = count
@@ -146,7 +150,8 @@ class QuestionRecorder:
     def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.item`, of a boolean, or of a number that is compared at once."""
         is_bool = tensor.dtype is torch.bool
-        if not (is_bool or is_compared_at_once(real_frame())) or (source := self._question(tensor)) is None:
+        source = self._question(tensor, may_be=is_bool or is_compared_at_once(real_frame()))
+        if source is None:
             return original(tensor)
         value = _read(original, tensor)
         if is_bool:
@@ -160,21 +165,12 @@ class QuestionRecorder:
 
         return told_of(value, compared)
 
-    def _question(self, tensor: Tensor) -> _Source | None:
+    def _question(self, tensor: Tensor, *, may_be: bool = True) -> _Source | None:
         """Return what a tensor that is read is computed from, None if that is not the input alone."""
-        source = self._source(tensor)
+        source = self._source(tensor) if may_be else None
         is_one = source is not None and len(self._needed(source)) <= _MOST_OPERATIONS
         self._answered.append(is_one)
         return source if is_one else None
-
-    def _sources(self, tensors: Sequence[Tensor]) -> "list[_Source] | None":
-        """Return what these are made of, None if one of them is made of something else."""
-        found = list[_Source]()
-        for tensor in tensors:
-            if (source := self._source(tensor)) is None:
-                return None
-            found.append(source)
-        return found
 
     def _source(self, tensor: Tensor) -> "_Source | None":
         if not _is_plain(tensor):
@@ -183,9 +179,6 @@ class QuestionRecorder:
         if self._is_constant(tensor):
             return Held(tensor.data_ptr(), tensor)
         return self._made.get(address, {}).get(_geometry(tensor))
-
-    def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type and storage_address(tensor) != 0
 
     def _noted(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -196,12 +189,13 @@ class QuestionRecorder:
 
     def _needed(self, source: _Source) -> list[int]:
         """Return the operations that compute this, in their order."""
-        left, found = [source], set[int]()
+        left: list[_Source | None] = [source]
+        found = set[int]()
         while left:
             each = left.pop()
             if isinstance(each, _Made) and each.operation not in found:
                 found.add(each.operation)
-                left += _made_in(self._operations[each.operation][1:3])
+                left += self._operations[each.operation][-1]
         return sorted(found)
 
 
@@ -284,13 +278,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _geometry(tensor: Tensor) -> _Geometry:
     return int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _made_in(value: Any) -> list[_Made]:
-    if isinstance(value, _Made):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if type(value) is tuple else ()
-    return [each for part in parts for each in _made_in(part)]
 
 
 def _with_slots(value: Any, slots: dict[int, int]) -> Any:

@@ -1,7 +1,7 @@
 """The layouts without a graph: how far each one's warm-up is, or why it is never captured."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +71,8 @@ class Layout:
         evictions: how often its graph was dropped to make room for another one.
         problem: why it cannot be captured, as far as its eager calls have shown; "" if it can be.
         unreadable: why it cannot be told what it reads; "" if it can.
-        written: what the rehearsal has changed on the host, as the call before it.
+        written: what the rehearsal has changed on the host, as a call under the preflight before it.
+        written_before: what such a call has changed.
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
@@ -89,6 +90,7 @@ class Layout:
         self.problem: str = ""
         self.unreadable: str = ""
         self.written: list[str] = []
+        self.written_before: Set[str] = frozenset()
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
@@ -105,6 +107,11 @@ class Layout:
         """Take note of a call of the warm-up."""
         cold.calls += 1
         cold.calls_left -= 1
+
+    def ask_again(self, cold: Cold) -> None:
+        """Take note of a call under the preflight that needs another one, before the rehearsal."""
+        self.count_call(cold)
+        cold.calls_left = max(cold.calls_left, 2)
 
     def note_preflight(self, cold: Cold, problem: str) -> None:
         """Take note of what the call under the preflight has shown, "" if it was nothing."""
@@ -129,7 +136,7 @@ class Layout:
         self.unreadable = self.unreadable or why_unreadable
 
     def note_writes(self, written: list[str]) -> None:
-        """Take note of what the rehearsal has changed on the host, as the call before it."""
+        """Take note of what the rehearsal has changed on the host, as a call before it."""
         self.written = written
 
     def end_call(self, cold: Cold, problem: str) -> None:

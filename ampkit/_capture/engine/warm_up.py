@@ -137,7 +137,8 @@ class WarmUp:
         with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
         self._compare_what_was_read(layout)
-        layout.note_writes(self._state.reads.writes(self._session.options.may_stop))
+        # Calls of other layouts, and of other functions with this state, come in between.
+        layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
         return outputs, not carried.has_more(places, held)
 
     def _call_under_preflight(
@@ -181,6 +182,7 @@ class WarmUp:
                 outputs = self._eager.run(layout.reason, looked)
                 replaced += state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
+        layout.written_before = state.reads.written
         drawn = None if draws is None else draws.path
         asked = None if preflight.findings else questions.asked()
         self._compare_what_was_read(layout)
@@ -195,14 +197,14 @@ class WarmUp:
         has_made = state.is_undecided() or state.tensors().keys() != known
         has_kept = not cold.calls and held.have_begun()
         if asked is not None and (has_made or has_kept):  # it may have asked about what it has made for later calls
-            layout.count_call(cold)
+            layout.ask_again(cold)
             return outputs, drawn, None
         if has_kept or (preflight.findings and (is_first or has_made)):
             if is_first or has_kept:
                 layout.count_call(cold)
             return outputs, drawn, asked
         if not self._questions.is_confirmed(key, asked):
-            layout.count_call(cold)
+            layout.ask_again(cold)
             return outputs, drawn, asked
         problem = describe(preflight.findings)
         if problem and not state.problem and answer.try_other(problem):

@@ -53,7 +53,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -195,7 +195,6 @@ class Reads:
         self._line: dict[PathKey, Line] = {}
         self._problem = ""
         self._written: dict[str, Line | None] = {}
-        self._written_before: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
@@ -206,7 +205,7 @@ class Reads:
             in_parts: returns at the end whether only modules are captured. Then what the rest of the step reads is not
                 compared.
         """
-        self._written_before, self._written = frozenset(self._written), {}
+        self._written = {}
         executed = Executed()
         start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
@@ -228,13 +227,22 @@ class Reads:
         problem, self._problem = self._problem, ""
         return problem
 
-    def writes(self, may_stop: Callable[[str], bool]) -> list[str]:
-        """Return what each of the last two steps has left another number in, or longer or shorter, with a line.
+    @property
+    def written(self) -> Set[str]:
+        """What the last step has left another number in, or longer or shorter."""
+        return set(self._written)
+
+    def writes(self, before: Set[str], may_stop: Callable[[str], bool]) -> list[str]:
+        """Return what the last step has left another number in, or longer or shorter, and an earlier one too.
 
         Args:
+            before: what the earlier one has.
             may_stop: returns whether something of this name is left out.
+
+        Returns:
+            Each with a line.
         """
-        found = ((name, line) for name, line in self._written.items() if name in self._written_before)
+        found = ((name, line) for name, line in self._written.items() if name in before)
         counts = ((name, line) for name, line in found if not may_stop(name.split(" ", 2)[-1]))  # behind "the variable"
         return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
 

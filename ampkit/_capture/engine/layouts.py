@@ -72,7 +72,7 @@ class Layout:
         problem: why it cannot be captured, as far as its eager calls have shown; "" if it can be.
         unreadable: why it cannot be told what it reads; "" if it can.
         written: what the rehearsal has changed on the host, as a call under the preflight before it.
-        written_before: what such a call has changed.
+        written_before: what the last call that was watched has changed.
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
@@ -131,8 +131,9 @@ class Layout:
             self._looks_again = True
             cold.checked, cold.calls_left = False, 2
 
-    def note_reads(self, why_unreadable: str) -> None:
-        """Take note of why it cannot be told what a call has read, "" if it can."""
+    def note_reads(self, why_unreadable: str, written: Set[str]) -> None:
+        """Take note of why it cannot be told what a call has read, "" if it can; and of what it has changed."""
+        self.written_before = written
         self.unreadable = self.unreadable or why_unreadable
 
     def note_writes(self, written: list[str]) -> None:

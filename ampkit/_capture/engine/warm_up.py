@@ -136,9 +136,9 @@ class WarmUp:
         # The first call may have taken other branches, where it made something that later calls find.
         with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
-        self._compare_what_was_read(layout)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
+        self._compare_what_was_read(layout)
         return outputs, not carried.has_more(places, held)
 
     def _call_under_preflight(
@@ -182,7 +182,6 @@ class WarmUp:
                 outputs = self._eager.run(layout.reason, looked)
                 replaced += state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
-        layout.written_before = state.reads.written
         drawn = None if draws is None else draws.path
         asked = None if preflight.findings else questions.asked()
         self._compare_what_was_read(layout)
@@ -220,7 +219,7 @@ class WarmUp:
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
-        layout.note_reads(self._state.reads.take_problem())
+        layout.note_reads(self._state.reads.take_problem(), self._state.reads.written)
         self._undeclared.take_without_tensors(self._state.reads.modules())
         self._session.settings_history.take_values()
 

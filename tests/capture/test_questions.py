@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def checks_labels(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 def several(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     if not mask.all():
         h = h * mask
-        if y[0].item() > 1:
+        if y[0] > 1:
             h = h + 1.0
     return h * 2.0 if 0 in y[-2:] else h
 
@@ -92,7 +93,7 @@ WAYS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "check of labels": checks_labels,
     "padding": lambda net, h, mask, y: h if mask.all() else h * mask,
     "any item": lambda net, h, mask, y: h * 0.5 if (y == 3).any().item() else h,
-    "compared number": lambda net, h, mask, y: h * 0.5 if y.float().mean().item() > net.limit + 1.0 else h,
+    "number on the host": lambda net, h, mask, y: h * 0.5 if y.float().mean() > net.limit + 1.0 else h,
     "is in": lambda net, h, mask, y: h * 0.5 if 3 in y else h,
     "entry": lambda net, h, mask, y: h * 0.5 if mask[0, 2] else h,
     "several": several,
@@ -160,7 +161,29 @@ def of_a_number(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return h * float(y.sum().item())
 
 
-OTHERS = [of_weights, of_a_buffer, of_what_was_kept, of_random_numbers, of_changed_input, of_a_number]
+def of_a_compared_number(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * 0.5 if Fraction(3, 2) < y.float().mean().item() else h
+
+
+def of_a_large_number(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h * 0.5 if (y + 2**62)[0].item() == 2**62 + 1 else h
+
+
+def keeps_an_answer(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    before, net.limit = net.limit, float(bool(mask.all()))
+    return h * 0.5 if before else h
+
+
+OTHERS = [
+    of_a_compared_number,
+    of_a_large_number,
+    of_weights,
+    of_a_buffer,
+    of_what_was_kept,
+    of_random_numbers,
+    of_changed_input,
+    of_a_number,
+]
 
 
 @pytest.mark.parametrize("ask", OTHERS, ids=lambda ask: ask.__name__)
@@ -171,6 +194,44 @@ def test_other_questions_are_named(engine: Engine, ask: Any) -> None:
     assert report.replays == 0
     assert "test_questions.py:" in " ".join(messages)
     assert_same(history, expected)
+
+
+def sticky(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if (y == 0).sum() >= 3:
+        net.limit = 2.0
+    return h * net.limit
+
+
+@pytest.mark.parametrize("ask", [keeps_an_answer, sticky], ids=lambda ask: ask.__name__)
+def test_what_is_written_by_an_answer(engine: Engine, ask: Any) -> None:
+    """D3: a number on the host that depends on an answer is read by later calls, which a replay would not write."""
+    expected, _, _ = trained(ask, (engine[0], "off"), calls=60)
+    history, _, messages = trained(ask, engine, calls=60)
+    assert messages
+    assert_same(history, expected)
+
+
+def test_of_two_arguments_in_the_same_memory(engine: Engine) -> None:
+    """D3: it cannot be told which one is asked about, so the line is named."""
+    device, graph = engine
+    found = []
+    for way in ("off", graph):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
+        def loss_fn(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+            out: Tensor = model(a) * 2.0 if a.mean() > 0.6 else model(a) * b
+            return out.square().mean()
+
+        step = ampkit.graphed_step(loss_fn, layer, optimizer, graph=way)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            for i, (x, _, _) in enumerate(batches(device, 24)):
+                step(x, x if i < 8 else x.flip(0) + 0.5)
+        found.append(training_state(layer, optimizer, step.scaler))
+        step.close()
+    assert_same(*found)
 
 
 def test_a_scan_makes_such_steps_one_by_one(engine: Engine) -> None:

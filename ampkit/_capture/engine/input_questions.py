@@ -1,6 +1,6 @@
 """Questions about the input, asked ahead of each call to find its graph."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -45,17 +45,40 @@ class InputQuestions:
             answers = None
         return key._replace(answers=NEW if answers is None else answers)
 
-    def is_confirmed(self, key: Key, asked: AskedPath | None) -> bool:
+    def is_confirmed(self, key: Key, asked: AskedPath | None, leaves: Sequence[Any], written: Set[str]) -> bool:
         """Return whether a call under the preflight has asked what an earlier one of its key has asked.
 
-        If it has not, though it has a key with answers, nothing is asked ahead any more, and all begins anew.
+        If it has not, though it has a key with answers, nothing is asked ahead any more, and all begins anew. So it is
+        where the recorded questions have other answers, and where a later call than the first writes on the host: what
+        it writes may depend on its answers, and a replay with other answers would not do it.
+
+        Args:
+            key: of the call.
+            asked: what it has asked.
+            leaves: its arguments.
+            written: what it has left another number in.
         """
+        if asked is not None and self._trees and written:
+            self._give_up(_WRITES.format(", ".join(sorted(written))))
+            return True
+        if asked is not None and not self._is_repeated(asked, leaves):
+            self._give_up(_CHANGED)
+            return True
         if key.answers in (None, NEW):
             return asked is None
         known = self.asked(key)
         if known is None or asked != known:
             self._give_up(_CHANGED)
         return True
+
+    def _is_repeated(self, asked: AskedPath, leaves: Sequence[Any]) -> bool:
+        tree = Tree()
+        tree.add(asked.path)
+        try:
+            with torch.autocast(self._device.type, enabled=False):
+                return tree.draw(leaves) == asked.path.outcomes
+        except (RuntimeError, IndexError):
+            return False
 
     def learn(self, key: Key, asked: AskedPath) -> Key:
         """Take note of what an eager call has asked, and have its layout be that of the answers. Return its key."""
@@ -93,6 +116,10 @@ _MOST_PATHS = 64
 _CHANGED = (
     "what the step asks the device about its input has changed, after the same answers. Lines that ask are named from "
     "now on."
+)
+_WRITES = (
+    "the step asks the device about its input, and changes {0}, which a replay would not do. Lines that ask are named "
+    "from now on. Keep it in a tensor on the device, or change it behind the call."
 )
 _TOO_MANY = (
     "what the step asks the device about its input had more than {0} different answers. Lines that ask are named from "

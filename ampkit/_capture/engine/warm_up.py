@@ -202,7 +202,7 @@ class WarmUp:
             if is_first or has_kept:
                 layout.count_call(cold)
             return outputs, drawn, asked
-        if not self._questions.is_confirmed(key, asked):
+        if not self._questions.is_confirmed(key, asked, call.leaves, state.reads.written):
             layout.ask_again(cold)
             return outputs, drawn, asked
         problem = describe(preflight.findings)

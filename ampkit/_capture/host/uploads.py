@@ -170,7 +170,12 @@ class Uploads:
         if not isinstance(device, (str, int, torch.device)):
             return False
         found = torch.device(device)
-        return found.type == self._device.type and found.index in (None, self._device.index)
+        if found.type != self._device.type:
+            return False
+        return found.index == self._device.index if found.index is not None else self._is_current()
+
+    def _is_current(self) -> bool:
+        return self._device.type != "cuda" or self._device.index in (None, torch.cuda.current_device())
 
     def constant(self, tensor: Any) -> Tensor | None:
         """Return the constant on the device that has the values of a tensor on the host; None if it is no constant."""

@@ -3,6 +3,7 @@
 import dis
 import operator
 from collections.abc import Callable
+from functools import partialmethod
 from types import FrameType
 from typing import Any
 
@@ -53,8 +54,7 @@ class DrawnNumber(float):
 
     told: Compared
 
-    def compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        """Return the outcome of a comparison."""
+    def _compare(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
         if type(other) not in (bool, int, float):
             self.told(compare, float("nan"))
             return compare(float(self), other)
@@ -62,12 +62,8 @@ class DrawnNumber(float):
         return compare(float(self), other)
 
 
-def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[DrawnNumber, Any], bool]:
-    return lambda number, other: number.compared(compare, other)
-
-
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(DrawnNumber, f"__{_name}__", _comparison(getattr(operator, _name)))
+    setattr(DrawnNumber, f"__{_name}__", partialmethod(DrawnNumber._compare, getattr(operator, _name)))
 
 
 def told_of(value: float, told: Compared) -> DrawnNumber:

@@ -1,16 +1,18 @@
 """What a call asks the device about its input alone, recorded so that it can be asked ahead of a replay.
 
-`if (labels >= classes).any():`, `if mask.all():` and `if lengths.max() > 512:` read what the batch has in it. A graph
-cannot wait for that. But each call can compute the same from its batch before its graph is chosen, and each combination
-of answers has a graph of its own, as those of random draws on the host have.
+`if labels.max() >= classes:`, `if mask.all():` and `if pad in ids:` read what the batch has in it. A graph cannot wait
+for that. But each call can compute the same from its batch before its graph is chosen, and each combination of answers
+has a graph of its own, as those of random draws on the host have.
 
 A question is one if its tensor is computed from the input and from constants alone, by operations that can be repeated,
-and if the host learns no more than true or false. In the rehearsal and in the capture the recorded answers are given,
-by their order, in place of the values.
+and if the host learns no more than true or false (`if t:`, `.item()` of a boolean). In the rehearsal and in the capture
+the recorded answers are given, by their order, in place of the values.
 """
 
 import functools
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,12 +33,10 @@ from ..host.constants import MOST_ENTRIES
 from ..host.uploads import content_of
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
 from .draw_record import is_repeatable
-from .drawn_number import DrawnNumber, is_compared_at_once, told_of
-from .host_values import report_read
-from .uncapturable import READ
 
 wraps_operations(__file__)
 
+_Look = tuple[torch.Size, torch.dtype]
 _Geometry = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -55,11 +55,11 @@ class AskedPath(NamedTuple):
 
     Attributes:
         path: the questions, with what computes them and the answers.
-        answered: for each tensor of the device that the host has read, whether that was one of the questions.
+        answered: for each tensor of the device that the host has read, its shape and dtype; None if it is no question.
     """
 
     path: DrawPath
-    answered: tuple[bool, ...]
+    answered: tuple[_Look | None, ...]
 
 
 class QuestionRecorder:
@@ -77,11 +77,14 @@ class QuestionRecorder:
         self._operations: list[tuple[Any, Any, Any, int, list[_Source | None]]] = []
         # By address and geometry: what a tensor is made of.
         self._made: dict[int, dict[_Geometry, _Source]] = {}
-        self._reads: list[tuple[_Source, Callable[..., Any], Any, bool]] = []
-        self._answered: list[bool] = []
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and _is_plain(leaf) and (address := storage_address(leaf)):
-                self._made.setdefault(address, {})[_geometry(leaf)] = Leaf(number)
+        self._reads: list[tuple[_Source, bool]] = []
+        self._answered: list[_Look | None] = []
+        tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        shared = Counter(storage_address(leaf) for _, leaf in tensors)
+        for number, leaf in tensors:
+            # Of arguments that share memory it cannot be told which one is asked about.
+            if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
+                self._made[address] = {_geometry(leaf): Leaf(number)}
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of an operation."""
@@ -101,7 +104,8 @@ class QuestionRecorder:
             self._made[storage_address(results[0])] = {_geometry(results[0]): held}
             return
         here = all(tensor.device.type == self._device.type and storage_address(tensor) for tensor in results)
-        if not (here and is_repeatable(op)):
+        # What is made anew, of no values, may be written to by code that no mode sees (a kernel of Triton's).
+        if not (given and here and is_repeatable(op)) or _MADE_ANEW.search(op.overloadpacket.__name__):
             return
         sources = [self._source(tensor) for tensor in given]
         if None in sources:
@@ -125,7 +129,7 @@ class QuestionRecorder:
             return None
         slots: dict[int, int] = {}
         segments, count = [], 0
-        for source, learn, by, answer in self._reads:
+        for source, answer in self._reads:
             operations = []
             for number in self._needed(source):
                 if number in slots:
@@ -135,42 +139,27 @@ class QuestionRecorder:
                 operations.append(DrawOperation(op, made[0], tuple(made[1].items())))
                 slots[number] = count
                 count += results
-            read = NumberRead(_with_slots(source, slots), learn, by)
+            read = NumberRead(_with_slots(source, slots), bool)
             segments.append(Segment(tuple(operations), read, answer))
         return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._answered))
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
-        if (source := self._question(tensor)) is None:
+        source = self._source(tensor)
+        if source is None or len(self._needed(source)) > _MOST_OPERATIONS:
+            self._answered.append(None)
             return original(tensor)
         value = bool(_read(original, tensor))
-        self._reads.append((source, bool, None, value))
+        self._answered.append((tensor.shape, tensor.dtype))
+        self._reads.append((source, value))
         return value
 
     def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
-        """Take the place of `Tensor.item`, of a boolean, or of a number that is compared at once."""
-        is_bool = tensor.dtype is torch.bool
-        source = self._question(tensor, may_be=is_bool or is_compared_at_once(real_frame()))
-        if source is None:
-            return original(tensor)
-        value = _read(original, tensor)
-        if is_bool:
-            self._reads.append((source, bool, None, value))
-            return value
-
-        def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
-            if by != by:  # with something else than a number
-                report_read(READ, running_line(real_frame()))
-            self._reads.append((source, compare, by, compare(float(value), by)))
-
-        return told_of(value, compared)
-
-    def _question(self, tensor: Tensor, *, may_be: bool = True) -> _Source | None:
-        """Return what a tensor that is read is computed from, None if that is not the input alone."""
-        source = self._source(tensor) if may_be else None
-        is_one = source is not None and len(self._needed(source)) <= _MOST_OPERATIONS
-        self._answered.append(is_one)
-        return source if is_one else None
+        """Take the place of `Tensor.item`. Of a number the host may learn more than true or false."""
+        if tensor.dtype is torch.bool:
+            return self._asked(original, tensor)
+        self._answered.append(None)
+        return original(tensor)
 
     def _source(self, tensor: Tensor) -> "_Source | None":
         if not _is_plain(tensor):
@@ -211,39 +200,24 @@ def answering_questions(asked: AskedPath | None, device: torch.device, *, captur
     if asked is None:
         yield
         return
-    answered, reads = iter(asked.answered), iter([each for each in asked.path.segments if each.read is not None])
+    answered = iter(asked.answered)
+    outcomes = iter(asked.path.outcomes)
 
     def answer(original: Callable[..., Any], tensor: Tensor) -> Any:
-        if not next(answered, False):
+        if (look := next(answered, None)) is None:
             return original(tensor)
-        if (segment := next(reads, None)) is None or segment.read is None:
+        if look == (tensor.shape, tensor.dtype):
+            return next(outcomes)
+        if captures:
             raise CaptureError(_OTHERS.format(running_line(real_frame())))
-        if segment.read.by is None:
-            return segment.outcome
-        return _Answered(segment.read.learn, segment.read.by, segment.outcome)
+        return original(tensor)
 
     with Undo() as undo:
         for name in ("__bool__", "item"):
             replace(undo, Tensor, name, _wrapped(getattr(Tensor, name), answer, device, threading.get_ident()))
         yield
-    if captures and next(reads, None) is not None:
+    if captures and next(answered, None) is not None:
         raise CaptureError(_OTHERS.format("the step"))
-
-
-class _Answered(DrawnNumber):
-    """A number that is not known, but for the outcome of a comparison."""
-
-    def __new__(cls, compare: Callable[[Any, Any], bool], by: float, outcome: Any) -> "_Answered":
-        made = super().__new__(cls, "nan")
-        made._known = compare, by, outcome
-        return made
-
-    _known: tuple[Callable[[Any, Any], bool], float, Any]
-
-    def compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        if self._known[:2] != (compare, other):
-            raise CaptureError(_OTHERS.format(running_line(real_frame())))
-        return bool(self._known[2])
 
 
 def _wrapped(
@@ -289,6 +263,7 @@ def _with_slots(value: Any, slots: dict[int, int]) -> Any:
 
 
 _MOST_OPERATIONS = 64  # of a question
+_MADE_ANEW = re.compile(r"^(new_|empty|full|ones|zeros|scalar_tensor|arange|linspace)|_like$")
 _OTHERS = (
     "{0} asks the device something else about the input than in the calls before, after the same answers. What it asks "
     "must depend on the batch and on what was asked before"

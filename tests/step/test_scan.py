@@ -548,7 +548,7 @@ def test_an_error_of_the_users(engine: Engine) -> None:
         return boosted_loss(model, *batch)
 
     calls: list[int] = []
-    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"])
+    run = Run(engine, loss_fn=loss_fn, schedule=SCHEDULES["step"], host_writes="ignore")
     with pytest.raises(KeyError, match="a mistake of the user") as caught:
         run.step.scan(*stack(make_batches(engine[0], [4] * 8)))
     assert getattr(caught.value, "__notes__", ["2 of 8"])[0].count("2 of 8")

@@ -1,6 +1,6 @@
 """Constants of the host that a step copies to the device: uploaded once, and copied on the device from then on.
 
-`torch.tensor(0.0, device=...)`, `self.window.to(device)` and `x[:, [-2]]` copy a few numbers to the device per call. A
+`torch.tensor(0.0, device=...)` and `self.window.to(device)` copy a few numbers from the host to the device per call. A
 graph cannot wait for such a copy. Where the numbers are made of what is compared from call to call, of literals and of
 shapes alone, they are the same in each call that finds the graph. So they are uploaded once, outside of captures. In
 the call under the preflight, in the rehearsal and in the capture a copy on the device takes the place of the upload.
@@ -245,40 +245,14 @@ def _made(
     return original(*args, **kwargs) if found is None else found.clone().requires_grad_(bool(flags))
 
 
-def _indexed(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the place of `Tensor.__getitem__` and `Tensor.__setitem__`, which copy lists, indices and numbers."""
-    tensor, index, *value = args
-    parts = index if type(index) is tuple else (index,)
-    if not any(map(_is_copied_index, parts)) or not uploads.is_here(tensor.device):
-        return original(*args, **kwargs)
-    found = []
-    for part in parts:
-        host = part
-        if type(part) is list:
-            host = _tensor_of(part, device="cpu")
-            uploads.note(host, part)
-        here = uploads.constant(host) if _is_copied_index(part) else None
-        found.append(part if here is None else here)
-    if value and isinstance(value[0], (bool, int, float)):
-        value = [tensor.new_full((), value[0])]
-    return original(tensor, tuple(found) if type(index) is tuple else found[0], *value, **kwargs)
-
-
-def _is_copied_index(part: Any) -> bool:
-    if type(part) is list:
-        return bool(part) and all(type(number) is int for number in part)
-    return _is_plain(part) and part.dim() > 0 and not part.is_floating_point() and part.dtype not in _MASKS
-
-
-_tensor_of, _move = torch.tensor, Tensor.to  # which are replaced
-_MASKS = (torch.bool, torch.uint8)
-# What copies to the device: owner, name, and what takes its place.
+_move = Tensor.to  # which is replaced
+# What copies to the device: owner, name, and what takes its place. `Tensor.__getitem__` copies lists and indices, too,
+# but it cannot be replaced: once that is undone, C code takes each tensor for a sequence (CPython inherits `sq_item`
+# when a class is made, and not again), and torch.tensor([scalar]) fails.
 _COPYING: Sequence[tuple[Any, str, _Copied]] = (
     (Tensor, "to", _moved),
     (Tensor, "cuda", _moved),
     (Tensor, "copy_", _written),
-    (Tensor, "__getitem__", _indexed),
-    (Tensor, "__setitem__", _indexed),
     *[(owner, name, functools.partial(_made, place)) for owner, name, place in LIST_READS],
 )
 _MOST_EACH, _MOST_IN_ALL = 16 << 20, 256 << 20  # bytes

@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -254,7 +255,19 @@ class PutBack(Layers):
         return self.last(x if skips else -x)
 
 
+class ComparedByAnother(Layers):
+    """Has a fraction compare itself with the number, which asks for the number itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if Fraction(1, 2) < torch.rand([]).item():
+                continue
+            x = layer(x)
+        return self.last(x)
+
+
 REFUSED: dict[type[Layers], str] = {
+    ComparedByAnother: r"waits for the device to read a value|draws random numbers on the host",
     Scaled: r"(waits for the device to read a value|draws random numbers on the host).*may only be compared",
     Read: r"waits for the device to read a value|draws random numbers on the host",
     Item: r"waits for the device to read a value|draws random numbers on the host",

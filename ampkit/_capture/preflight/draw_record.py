@@ -69,6 +69,7 @@ class DrawRecorder:
         self._constants: dict[int, tuple[weakref.ref[Tensor], DrawOperation]] = {}  # tensors without a draw, by address
         self._held_back: list[_HeldBack] = []
         self._used: set[int] = set()  # draws whose numbers are used otherwise than in a comparison
+        self._untold: list[frozenset[int]] = []  # of numbers that were read to be compared, of which nothing told yet
         self._learned: set[int] = set()  # draws of which the host has learned something
         self._reads: Callable[..., Any] | None = None  # what the host makes of a number that it reads
 
@@ -238,7 +239,11 @@ class DrawRecorder:
             finally:
                 self._reads = None
 
+            self._untold.append(draws)
+
             def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+                if draws in self._untold:
+                    self._untold.remove(draws)
                 if by != by:  # with something else than a number
                     self._used |= draws
                 else:
@@ -270,6 +275,9 @@ class DrawRecorder:
     def end(self) -> None:
         """Take note that the call is over, in which nothing of it is alive but what it returns and what it keeps."""
         path = DrawPath((*self._segments, Segment(tuple(self._operations), None)))
+        for draws in self._untold:  # code has them that asks no number: of C, or another class's comparison
+            self._used |= draws
+            self._learned |= draws
         if not (self._learned if self._emulated else self._draws):
             return
         # What the step returns or keeps.

@@ -38,11 +38,7 @@ class InputQuestions:
         tree = self._trees.get(key)
         if tree is None:
             return key
-        try:
-            with torch.autocast(self._device.type, enabled=False):  # what was recorded is below autocast
-                answers = tree.draw(leaves)
-        except (RuntimeError, IndexError):  # which the call raises itself
-            answers = None
+        answers = self._answers(tree, leaves)
         return key._replace(answers=NEW if answers is None else answers)
 
     def is_confirmed(self, key: Key, asked: AskedPath | None, leaves: Sequence[Any], written: Set[str]) -> bool:
@@ -61,7 +57,8 @@ class InputQuestions:
         if asked is not None and self._trees and written:
             self._give_up(_WRITES.format(", ".join(sorted(written))))
             return True
-        if asked is not None and not self._is_repeated(asked, leaves):
+        alone = Tree()
+        if asked is not None and not (alone.add(asked.path) and self._answers(alone, leaves) == asked.path.outcomes):
             self._give_up(_CHANGED)
             return True
         if key.answers in (None, NEW):
@@ -71,14 +68,13 @@ class InputQuestions:
             self._give_up(_CHANGED)
         return True
 
-    def _is_repeated(self, asked: AskedPath, leaves: Sequence[Any]) -> bool:
-        tree = Tree()
-        tree.add(asked.path)
+    def _answers(self, tree: Tree, leaves: Sequence[Any]) -> Outcomes | None:
+        """Return the answers for these arguments; None as soon as it is not known what is asked next."""
         try:
-            with torch.autocast(self._device.type, enabled=False):
-                return tree.draw(leaves) == asked.path.outcomes
-        except (RuntimeError, IndexError):
-            return False
+            with torch.autocast(self._device.type, enabled=False):  # what was recorded is below autocast
+                return tree.draw(leaves)
+        except (RuntimeError, IndexError):  # which the call raises itself
+            return None
 
     def learn(self, key: Key, asked: AskedPath) -> Key:
         """Take note of what an eager call has asked, and have its layout be that of the answers. Return its key."""

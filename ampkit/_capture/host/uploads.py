@@ -146,20 +146,9 @@ class Uploads:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         with Undo() as undo:
-            thread = threading.get_ident()
             for owner, name, copied in _COPYING:
-                replace(undo, owner, name, self._replacing(getattr(owner, name), copied, thread))
+                replace_here(undo, owner, name, functools.partial(copied, self))
             yield
-
-    def _replacing(self, original: Callable[..., Any], copied: "_Copied", thread: int) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            return copied(self, original, args, kwargs)
-
-        never_compile_by_itself(replaced)
-        return replaced
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether this is one of the constants."""
@@ -204,10 +193,7 @@ class Uploads:
             self._provenance.note(made, frozenset() if _count(data) <= MOST_ENTRIES else None)
 
 
-_Copied = Callable[[Uploads, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _moved(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _moved(uploads: Uploads, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the place of `Tensor.to` and `Tensor.cuda`, of a tensor that may be on the host."""
     device = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
     device = device.device if isinstance(device, Tensor) else device
@@ -217,15 +203,13 @@ def _moved(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...]
     return original(*args, **kwargs) if found is None else original(found.clone(), *args[1:], **kwargs)
 
 
-def _written(uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written(uploads: Uploads, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the place of `Tensor.copy_`."""
     found = uploads.constant(args[1]) if len(args) > 1 and uploads.is_here(args[0].device) else None
     return original(*args, **kwargs) if found is None else original(args[0], found, *args[2:], **kwargs)
 
 
-def _made(
-    place: int, uploads: Uploads, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _made(place: int, uploads: Uploads, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take the place of `torch.tensor` and its kin, which get what they make a tensor of at this place."""
     data = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
     device = kwargs.get("device")
@@ -238,18 +222,18 @@ def _made(
         return result
     if len(args) > place + 1 or (_count(data) > MOST_ENTRIES and not _is_plain(data)):
         return original(*args, **kwargs)
-    flags = {name: kwargs[name] for name in ("requires_grad",) if kwargs.get(name)}
-    host = original(*args, **{**kwargs, "device": "cpu", **dict.fromkeys(flags, False)})
+    gets_gradient = kwargs.get("requires_grad", False)
+    host = original(*args, **{**kwargs, "device": "cpu", **({"requires_grad": False} if gets_gradient else {})})
     uploads.note(host, data)
     found = uploads.constant(host)
-    return original(*args, **kwargs) if found is None else found.clone().requires_grad_(bool(flags))
+    return original(*args, **kwargs) if found is None else found.clone().requires_grad_(gets_gradient)
 
 
 _move = Tensor.to  # which is replaced
 # What copies to the device: owner, name, and what takes its place. `Tensor.__getitem__` copies lists and indices, too,
 # but it cannot be replaced: once that is undone, C code takes each tensor for a sequence (CPython inherits `sq_item`
 # when a class is made, and not again), and torch.tensor([scalar]) fails.
-_COPYING: Sequence[tuple[Any, str, _Copied]] = (
+_COPYING: Sequence[tuple[Any, str, Callable[..., Any]]] = (
     (Tensor, "to", _moved),
     (Tensor, "cuda", _moved),
     (Tensor, "copy_", _written),
@@ -260,6 +244,23 @@ _OTHERS = (
     "{0} copies numbers from the host to the device that are others than in the calls before. Pass them to the step in "
     "a tensor, or make them on the device"
 )
+
+
+def replace_here(undo: Undo, owner: Any, name: str, new: Callable[..., Any]) -> None:
+    """Have `new(original, *args, **kwargs)` take the place of a function in this thread, until that is undone.
+
+    Other threads call the original function, and so does code while torch.compile traces it.
+    """
+    thread, original = threading.get_ident(), getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return new(original, *args, **kwargs)
+
+    never_compile_by_itself(replaced)
+    replace(undo, owner, name, replaced)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -9,9 +9,7 @@ and if the host learns no more than true or false (`if t:`, `.item()` of a boole
 the recorded answers are given, by their order, in place of the values.
 """
 
-import functools
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +20,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..._errors import CaptureError
-from ..._torch.compile import never_compile_by_itself
 from ..._torch.tensors.modes import without_modes
 from ..._torch.tensors.operators import LIFT_FRESH, op_schema, written_arguments
 from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
-from ..._undo import Undo, replace
+from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
-from ..host.uploads import content_of
+from ..host.uploads import content_of, replace_here
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
 from .draw_record import is_repeatable
 
@@ -72,7 +69,7 @@ class QuestionRecorder:
     """
 
     def __init__(self, device: torch.device, leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> None:
-        self._device, self._thread, self._is_constant = device, threading.get_ident(), is_constant
+        self._device, self._is_constant = device, is_constant
         # With the number of its results, and what its arguments are made of.
         self._operations: list[tuple[Any, Any, Any, int, list[_Source | None]]] = []
         # By address and geometry: what a tensor is made of.
@@ -119,8 +116,8 @@ class QuestionRecorder:
     def asking(self) -> Iterator[None]:
         """Context of the call."""
         with Undo() as undo:
-            for name, asked in (("__bool__", self._asked), ("item", self._item)):
-                replace(undo, Tensor, name, _wrapped(getattr(Tensor, name), asked, self._device, self._thread))
+            replace_here(undo, Tensor, "__bool__", self._asked)
+            replace_here(undo, Tensor, "item", self._item)
             yield
 
     def asked(self) -> AskedPath | None:
@@ -145,6 +142,8 @@ class QuestionRecorder:
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
+        if tensor.device.type != self._device.type:
+            return original(tensor)
         source = self._source(tensor)
         if source is None or len(self._needed(source)) > _MOST_OPERATIONS:
             self._answered.append(None)
@@ -158,7 +157,8 @@ class QuestionRecorder:
         """Take the place of `Tensor.item`. Of a number the host may learn more than true or false."""
         if tensor.dtype is torch.bool:
             return self._asked(original, tensor)
-        self._answered.append(None)
+        if tensor.device.type == self._device.type:
+            self._answered.append(None)
         return original(tensor)
 
     def _source(self, tensor: Tensor) -> "_Source | None":
@@ -204,7 +204,7 @@ def answering_questions(asked: AskedPath | None, device: torch.device, *, captur
     outcomes = iter(asked.path.outcomes)
 
     def answer(original: Callable[..., Any], tensor: Tensor) -> Any:
-        if (look := next(answered, None)) is None:
+        if tensor.device.type != device.type or (look := next(answered, None)) is None:
             return original(tensor)
         if look == (tensor.shape, tensor.dtype):
             return next(outcomes)
@@ -214,25 +214,10 @@ def answering_questions(asked: AskedPath | None, device: torch.device, *, captur
 
     with Undo() as undo:
         for name in ("__bool__", "item"):
-            replace(undo, Tensor, name, _wrapped(getattr(Tensor, name), answer, device, threading.get_ident()))
+            replace_here(undo, Tensor, name, answer)
         yield
     if captures and next(answered, None) is not None:
         raise CaptureError(_OTHERS.format("the step"))
-
-
-def _wrapped(
-    original: Callable[..., Any],
-    asked: Callable[[Callable[..., Any], Tensor], Any],
-    device: torch.device,
-    thread: int,
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapped(tensor: Tensor) -> Any:
-        here = isinstance(tensor, Tensor) and tensor.device.type == device.type and threading.get_ident() == thread
-        return asked(original, tensor) if here and not torch.compiler.is_compiling() else original(tensor)
-
-    never_compile_by_itself(wrapped)
-    return wrapped
 
 
 def _read(original: Callable[..., Any], tensor: Tensor) -> Any:

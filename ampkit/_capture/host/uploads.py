@@ -26,9 +26,8 @@ from torch import Tensor
 from ..._errors import CaptureError
 from ..._torch.compile import never_compile_by_itself
 from ..._torch.tensors.modes import without_modes
-from ..._torch.tensors.operators import LIFT_FRESH, LIST_READS, written_arguments
+from ..._torch.tensors.operators import LIFT_FRESH, LIST_READS, OperationCall
 from ..._torch.tensors.tensors import storage_address, storage_of
-from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo, replace
 from ..._user_line import real_frame, running_line, wraps_operations
 from .constants import MOST_ENTRIES
@@ -49,19 +48,17 @@ class Provenance:
         self._before: dict[int, tuple[Tensor, str]] = {}  # what was there before the call, and who reads it
         self.used: set[int] = set()  # the addresses of those that were uploaded, or from which uploads were made
 
-    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def __call__(self, call: OperationCall) -> None:
         """Take note of what an operation has made, or written, on the host."""
-        given, made = tensors_in((args, kwargs)), tensors_in(result)
-        if not any(tensor.is_cpu for tensor in (*given, *made)):
-            return
-        made = [tensor for tensor in made if tensor.is_cpu]
-        written = [tensor for tensor in written_arguments(op, args, kwargs) if tensor.is_cpu]
+        given = call.given
+        made = [tensor for tensor in call.made if tensor.is_cpu]
+        written = [tensor for tensor in call.written if tensor.is_cpu]
         if not made and not written:
             return
-        if op is LIFT_FRESH and storage_address(given[0]) not in self._made:  # by code in C++
+        if call.op is LIFT_FRESH and call.given_at[0] not in self._made:  # by code in C++
             self.note(given[0], frozenset() if given[0].numel() <= MOST_ENTRIES else None)
             return
-        varies = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        varies = call.kind.draws
         of = frozenset[int]()
         for tensor in given:
             found = self.of(tensor)

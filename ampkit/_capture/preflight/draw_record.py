@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._torch.compile import never_compile_by_itself
 from ..._torch.tensors.modes import without_torch_function
-from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, op_schema
+from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, OperationCall
 from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
@@ -86,24 +86,24 @@ class DrawRecorder:
 
     # ---------------------------------------------------------------------------------------------------- operations
 
-    def judged(
-        self, op: Any, args: Any, kwargs: Any, result: Any, problems: list[Problem], find_place: FindPlace
-    ) -> list[Problem]:
+    def judged(self, call: OperationCall, problems: list[Problem], find_place: FindPlace) -> list[Problem]:
         """Take note of an operation. Return its problems without those that are none if the host only compares."""
         if threading.get_ident() != self._thread:
             return problems
-        given, results = tensors_in((args, kwargs)), tensors_in(result)
-        drawn = frozenset[int]().union(*map(self._draws_in, given))
-        if _draws(op, kwargs, results):
+        op, given = call.op, call.given
+        drawn = frozenset[int]()
+        if self._sources:
+            drawn = drawn.union(*map(self._draws_in, given))
+        if call.kind.draws and _draws_on_host(call):
             known = all(map(self._is_known, given))
             if not known:  # on a CPU it is a draw of the device
                 self._used |= drawn
-                self._changed(given)
+                self._changed(call)
                 if not self._emulated:
                     return problems
             source = frozenset((self._draws,))
             self._draws += 1
-            self._note(op, args, kwargs, results, drawn | source if known else frozenset())
+            self._note(call, drawn | source if known else frozenset())
             return self._hold_back(source, problems, find_place)
         if op is READ and drawn:
             tensor = given[0]
@@ -113,31 +113,35 @@ class DrawRecorder:
                 self._used |= drawn
                 return problems
             if of is not _later:
-                self._learn(NumberRead(Slot(self._slots[geometry]), of), result, drawn)
+                self._learn(NumberRead(Slot(self._slots[geometry]), of), call.result, drawn)
             return self._hold_back(drawn, problems, find_place)
         if drawn:
             # A result that stays on the host: made of draws and numbers alone, by what can be repeated.
-            made = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(results))
-            made = made and all(tensor.device.type == "cpu" for tensor in results)
-            if made and is_repeatable(op) and all(map(self._is_known, given)):
-                self._note(op, args, kwargs, results, drawn)
+            result, made = call.result, call.made
+            plain = isinstance(result, Tensor) or (isinstance(result, (list, tuple)) and len(result) == len(made))
+            plain = plain and all(tensor.device.type == "cpu" for tensor in made)
+            if plain and call.kind.repeatable and all(map(self._is_known, given)):
+                self._note(call, drawn)
             else:
                 self._used |= drawn
         else:
-            self._note_constant(op, args, kwargs, given, results)
+            self._note_constant(call)
         return problems
 
-    def _note(self, op: Any, args: Any, kwargs: Any, results: list[Tensor], draws: frozenset[int]) -> None:
+    def _note(self, call: OperationCall, draws: frozenset[int]) -> None:
         """Record an operation. If there are draws, they are in its results from now on."""
-        given = tuple(map(self._argument, args))  # before the count goes up
-        named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-        self._operations.append(DrawOperation(op, given, named))
-        for number, tensor in enumerate(results, self._count):
+        self._operations.append(self._repeated(call))
+        for number, tensor in enumerate(call.made, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
                 self._sources[geometry[0]] = self._sources.get(geometry[0], frozenset()) | draws
                 self._alive.append(tensor)
-        self._count += len(results)
+        self._count += len(call.made)
+
+    def _repeated(self, call: OperationCall) -> DrawOperation:
+        """Return what does the same as an operation, behind what was recorded before."""
+        given = tuple(map(self._argument, call.args))
+        return DrawOperation(call.op, given, tuple((name, self._argument(each)) for name, each in call.kwargs.items()))
 
     def _argument(self, value: Any) -> Any:
         """Return an argument as `DrawOperation` has it."""
@@ -167,28 +171,25 @@ class DrawRecorder:
             self._held_back += (_HeldBack(draws, problem, place) for problem in problems)
         return []
 
-    def _note_constant(self, op: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
+    def _note_constant(self, call: OperationCall) -> None:
         """Remember what makes a tensor on the CPU of numbers alone."""
-        makes = op is LIFT_FRESH or (not given and is_repeatable(op))
-        one = makes and len(results) == 1 and _geometry(results[0]) is not None
-        if op is LIFT_FRESH and one:
-            if results[0].numel() <= _MOST_CONSTANTS:
+        is_lifted = call.op is LIFT_FRESH
+        makes = (is_lifted or (not call.given and call.kind.repeatable)) and len(call.made) == 1
+        if makes and _geometry(made := call.made[0]) is not None:
+            if not is_lifted:
+                self._constants[call.made_at[0]] = weakref.ref(made), self._repeated(call)
+            elif made.numel() <= _MOST_CONSTANTS:
                 with without_torch_function():
-                    values = tuple(_to_list(results[0].detach().reshape(-1)))
-                made = DrawOperation(_made, (values, results[0].dtype, tuple(results[0].shape)), ())
-                self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
-        elif one:
-            named = tuple((name, self._argument(value)) for name, value in kwargs.items())
-            made = DrawOperation(op, tuple(map(self._argument, args)), named)
-            self._constants[storage_address(results[0])] = weakref.ref(results[0]), made
-        elif not hasattr(op, "overloadpacket") or op_schema(op).is_mutable:
-            self._changed(given)
+                    values = tuple(_to_list(made.detach().reshape(-1)))
+                again = DrawOperation(_made, (values, made.dtype, tuple(made.shape)), ())
+                self._constants[call.made_at[0]] = weakref.ref(made), again
+        elif call.written or not hasattr(call.op, "overloadpacket"):
+            self._changed(call)
 
-    def _changed(self, given: list[Tensor]) -> None:
+    def _changed(self, call: OperationCall) -> None:
         """Forget what has made tensors that an operation may have changed."""
-        if self._constants:
-            for tensor in given:
-                self._constants.pop(storage_address(tensor), None)
+        for address in call.given_at if self._constants else ():
+            self._constants.pop(address, None)
 
     def _constant(self, tensor: Tensor) -> DrawOperation | None:
         """Return what makes this tensor of numbers alone; None if that is not known."""
@@ -312,17 +313,9 @@ _COMPARE = "What is drawn on the host may only be compared there, as in `if torc
 _MOST_CONSTANTS = 64  # numbers
 
 
-def _draws(op: Any, kwargs: Any, results: list[Tensor]) -> bool:
-    """Return whether an operation draws from the default CPU generator."""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return seeded and kwargs.get("generator") is None and {tensor.device.type for tensor in results} == {"cpu"}
-
-
-def is_repeatable(op: Any) -> bool:
-    """Return whether an operation of ATen gives the same results for the same arguments, of shapes that are known."""
-    tags = getattr(op, "tags", (torch.Tag.data_dependent_output,))
-    depends = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    return getattr(op, "namespace", "") == "aten" and not depends and torch.Tag.nondeterministic_seeded not in tags
+def _draws_on_host(call: OperationCall) -> bool:
+    """Return whether an operation that draws does so from the default CPU generator."""
+    return call.kwargs.get("generator") is None and {tensor.device.type for tensor in call.made} == {"cpu"}
 
 
 def _geometry(tensor: Tensor) -> _Geometry | None:

@@ -19,7 +19,16 @@ from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.modes import WatchingMode, enter, leave
-from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
+from ..._torch.tensors.operators import (
+    HOST_COPIES,
+    LIFT_FRESH,
+    LIST_READS,
+    PRINT_ENTRY,
+    OperationCall,
+    call_from_binding,
+    host_waits,
+    op_builtin,
+)
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from .draw_record import DrawRecorder
@@ -36,7 +45,6 @@ from .uncapturable import (
     Watched,
     host_copy,
     host_wait,
-    is_late,
     list_read,
     problem_of,
     problems_of,
@@ -102,7 +110,7 @@ class Preflight(WatchingMode):
         device: where the step computes.
         generators: CUDA generators beside the default one that a graph is captured with.
         graphed: whether to advise how to write it in a graphed step. Otherwise the advice is for any step.
-        observers: called with each operation, its arguments and its result. Another dispatch mode would change kernels.
+        observers: called with each call of an operation. Another dispatch mode would change kernels.
         located: called with the line and the problem of each finding where it is found, also of one found before, and
             with the autograd node that it belongs to, if that is known.
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
@@ -117,7 +125,7 @@ class Preflight(WatchingMode):
         generators: Sequence[torch.Generator] = (),
         *,
         graphed: bool = True,
-        observers: Sequence[Callable[[Any, Any, Any, Any], object]] = (),
+        observers: Sequence[Callable[[OperationCall], object]] = (),
         located: Callable[[str, str, Any], object] | None = None,
         draws: DrawRecorder | None = None,
         bitmaps: Sequence[int] = (),
@@ -321,14 +329,15 @@ class Preflight(WatchingMode):
         finally:
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start
-        problems = problems_of(op, args, kwargs, result, self._watched, waited=bool(waits))
+        call = OperationCall(op, args, kwargs, result)
+        problems = problems_of(call, self._watched, waited=bool(waits))
         if self._draws is not None:
-            problems = self._draws.judged(op, args, kwargs, result, problems, self._user_line)
+            problems = self._draws.judged(call, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
-        if problems and not (problems[0].graph_only or is_late(op)):
+        if problems and not (problems[0].graph_only or op is LIFT_FRESH):  # which is dispatched when its work was done
             self._spent(keys[0], seconds)
         for observer in self._observers if hasattr(op, "overloadpacket") else ():
-            observer(op, args, kwargs, result)
+            observer(call)
         return result
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:

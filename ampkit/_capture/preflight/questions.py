@@ -21,15 +21,13 @@ from torch.nn import Parameter
 
 from ..._errors import CaptureError
 from ..._torch.tensors.modes import without_modes
-from ..._torch.tensors.operators import LIFT_FRESH, op_schema, written_arguments
+from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
-from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.uploads import content_of, replace_here
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
-from .draw_record import is_repeatable
 
 wraps_operations(__file__)
 
@@ -83,34 +81,32 @@ class QuestionRecorder:
             if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
                 self._made[address] = {_geometry(leaf): Leaf(number)}
 
-    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
-        results, given = tensors_in(result), tensors_in((args, kwargs))
-        changes = op_schema(op).is_mutable
-        written = written_arguments(op, args, kwargs) if changes else ()
-        stale = self._made.keys() & set(map(storage_address, (*results, *written)))
-        if stale and not changes:  # memory that was free, and is used again
-            stale -= set(map(storage_address, given))
-        for address in stale:
-            del self._made[address]
-        if changes or not results or not all(map(_is_plain, results)):
+        op, results = call.op, call.made
+        for address in (*call.made_at, *map(storage_address, call.written)):
+            # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
+            if address in self._made and (call.written or address not in call.given_at):
+                del self._made[address]
+        if call.written or not results or not all(map(_is_plain, results)):
             return
         if op is LIFT_FRESH and results[0].is_cpu and results[0].numel() <= MOST_ENTRIES:
             # Of Python's numbers. On another device it is one of the constants.
             held = Held(content_of(results[0]), results[0].clone())
-            self._made[storage_address(results[0])] = {_geometry(results[0]): held}
+            self._made[call.made_at[0]] = {_geometry(results[0]): held}
             return
-        here = all(tensor.device.type == self._device.type and storage_address(tensor) for tensor in results)
         # What is made anew, of no values, may be written to by code that no mode sees (a kernel of Triton's).
-        if not (given and here and is_repeatable(op)) or _MADE_ANEW.search(op.overloadpacket.__name__):
+        if not call.given or not call.kind.repeatable or _MADE_ANEW.search(call.kind.name):
             return
-        sources = [self._source(tensor) for tensor in given]
+        if not all(call.made_at) or any(tensor.device.type != self._device.type for tensor in results):
+            return
+        sources = [*map(self._source, call.given, call.given_at)]
         if None in sources:
             return
         number = len(self._operations)
-        self._operations.append((op, self._noted(args), self._noted(kwargs), len(results), sources))
-        for i, tensor in enumerate(results):
-            self._made.setdefault(storage_address(tensor), {})[_geometry(tensor)] = _Made(number, i)
+        self._operations.append((op, self._noted(call.args), self._noted(call.kwargs), len(results), sources))
+        for i, (tensor, address) in enumerate(zip(results, call.made_at, strict=True)):
+            self._made.setdefault(address, {})[_geometry(tensor)] = _Made(number, i)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -144,7 +140,7 @@ class QuestionRecorder:
         """Take the place of `Tensor.__bool__`."""
         if tensor.device.type != self._device.type:
             return original(tensor)
-        source = self._source(tensor)
+        source = self._source(tensor, storage_address(tensor))
         if source is None or len(self._needed(source)) > _MOST_OPERATIONS:
             self._answered.append(None)
             return original(tensor)
@@ -161,10 +157,9 @@ class QuestionRecorder:
             self._answered.append(None)
         return original(tensor)
 
-    def _source(self, tensor: Tensor) -> "_Source | None":
+    def _source(self, tensor: Tensor, address: int) -> "_Source | None":
         if not _is_plain(tensor):
             return None
-        address = storage_address(tensor)
         if self._is_constant(tensor):
             return Held(tensor.data_ptr(), tensor)
         return self._made.get(address, {}).get(_geometry(tensor))
@@ -174,7 +169,7 @@ class QuestionRecorder:
             return {name: self._noted(each) for name, each in value.items()}
         if isinstance(value, (list, tuple)):
             return tuple(map(self._noted, value))
-        return self._source(value) if isinstance(value, Tensor) else value
+        return self._source(value, storage_address(value)) if isinstance(value, Tensor) else value
 
     def _needed(self, source: _Source) -> list[int]:
         """Return the operations that compute this, in their order."""

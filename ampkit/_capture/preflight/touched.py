@@ -5,15 +5,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch.compile import calls_from_compiled_code
-from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
-from ..._torch.tensors.tree import tensors_in
 from ..._user_line import is_users_call, real_frame, running_line, wraps_operations
 from ..host.host_tensors import is_on_host
 
@@ -61,15 +59,14 @@ class Touched:
         self.uses: dict[int, Use] = {}
         self.nested: bool = False
 
-    def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def __call__(self, call: OperationCall) -> None:
         """Note the memory that an operation has used, written to and made."""
-        tensors = tensors_in((args, kwargs))
-        given = addresses(tensors)
-        if op is LIFT_FRESH or op is torch.ops.aten.resize_.default:  # what torch.tensor has just made, or a new size
+        given = set(call.given_at)
+        if call.op in (LIFT_FRESH, torch.ops.aten.resize_.default):  # what torch.tensor has just made, or a new size
             self._made |= given
-        for tensor in tensors:
+        for i, address in enumerate(call.given_at):
+            tensor = call.given[i]  # which a zip would hold, see `_is_held`
             self.nested = self.nested or tensor.is_nested
-            address = storage_address(tensor)
             if address in self._made:
                 continue
             is_new = is_on_host(tensor, self._device) and address not in self._on_host
@@ -81,16 +78,16 @@ class Touched:
                 # operations. Their buffers come from an allocator that no mode sees.
                 by_user = is_users_call(frame, wrapped=True) and not calls_from_compiled_code(frame)
                 if by_user and tensor.numel() == 1 and tensor.device.type == "cpu":
-                    by_user = _is_held(tensor, (tensors, kwargs))
+                    by_user = _is_held(tensor, (call, call.given, call.kwargs, call.made, call.written))
                 self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
-        written = list(written_arguments(op, args, kwargs))
-        for tensor in written:
+        written = addresses(call.written)
+        for tensor in call.written:
             if is_on_host(tensor, self._device):
                 self._written_on_host.setdefault(storage_address(tensor), running_line(real_frame()))
             if (use := self.uses.get(storage_address(tensor))) is not None:
                 use.written = True
-        self._read |= given - addresses(written)
-        self._made |= addresses(tensors_in(result)) - given
+        self._read |= given - written
+        self._made |= set(call.made_at) - given
 
     def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.
@@ -130,7 +127,7 @@ class Touched:
 
 
 def _is_held(tensor: Tensor, given: Sequence[object]) -> bool:
-    """Return whether Python code keeps a tensor, other than in these lists and dicts, and in local variables.
+    """Return whether Python code keeps a tensor, other than in these objects, and in local variables.
 
     Where it does not, C++ code has made it of a number, as `torch.tensor` in a function of TorchScript does, which no
     mode sees.

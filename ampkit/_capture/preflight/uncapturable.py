@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..._torch.ranks.reducer import is_bitmap_copy
 from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.operators import OperationCall, kind_of
 from ..._torch.tensors.tensors import is_same_generator
 from ..._torch.tensors.tree import tensors_in
 
@@ -104,29 +105,19 @@ class Watched(NamedTuple):
         return any(not is_fake(type(tensor)) for tensor in here)
 
 
-def problems_of(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, watched: Watched, waited: bool
-) -> list[Problem]:
-    """Return why this call of an operation below autograd cannot be captured.
+def problems_of(call: OperationCall, watched: Watched, waited: bool) -> list[Problem]:
+    """Return why this call of an operation cannot be captured.
 
     Args:
-        op: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it returned.
+        call: of the operation.
         watched: the device and the generators of the step.
         waited: whether the host waited for the device in the call.
     """
-    check = _check_of(op)
-    problems = list(check(_OperationCall(_name(op), args, kwargs, result, watched))) if check else []
+    check = _check_of(call.op)
+    problems = list(check(call, watched)) if check else []
     if waited and not problems:
-        return [WAITS._replace(what=f"{_name(op)} {WAITS.what}")]
+        return [WAITS._replace(what=f"{call.kind.name} {WAITS.what}")]
     return [problem._replace(graph_only=False) for problem in problems] if waited else problems
-
-
-def is_late(op: Any) -> bool:
-    """Return whether an operation is dispatched after its work was done, so that its time says nothing."""
-    return _name(op) == "lift_fresh"
 
 
 def problem_of(node: Any) -> Problem | None:
@@ -147,54 +138,48 @@ def problem_of(node: Any) -> Problem | None:
 # ------------------------------------------------------------------------------------------------- checks by operation
 
 
-class _OperationCall(NamedTuple):
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    watched: Watched
-
-
-def _reads(call: _OperationCall) -> Iterator[Problem]:
-    if not call.watched.has(call.args):
+def _reads(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    if not watched.has(call.args):
         return
-    if call.name in _SINGLE_READS:
+    if call.kind.name in _SINGLE_READS:
         yield READ
     else:
-        yield READ._replace(what=f"{call.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
+        yield READ._replace(what=f"{call.kind.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
 
 
-def _decides(call: _OperationCall) -> Iterator[Problem]:
+def _decides(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
-    condition = call.args[0] if call.name == "cond" else call.args[2]  # those of a loop are computed from its state
-    if call.watched.has(condition):
-        yield Problem(f"torch.{call.name} waits for the device to read its condition", _DECIDE, whole_line=True)
+    condition = (
+        call.args[0] if call.kind.name == "cond" else call.args[2]
+    )  # those of a loop are computed from its state
+    if watched.has(condition):
+        yield Problem(f"torch.{call.kind.name} waits for the device to read its condition", _DECIDE, whole_line=True)
 
 
-def _depends_on_data(call: _OperationCall) -> Iterator[Problem]:
-    if call.watched.has((call.args, call.kwargs)):
-        what = f"{call.name} waits for the device: the shape of its result depends on data"
-        yield Problem(what, next((text for names, text in _INSTEAD.items() if call.name in names), _KEEP_SHAPE))
+def _depends_on_data(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    if watched.has((call.args, call.kwargs)):
+        what = f"{call.kind.name} waits for the device: the shape of its result depends on data"
+        yield Problem(what, next((text for names, text in _INSTEAD.items() if call.kind.name in names), _KEEP_SHAPE))
 
 
-def _aligns(call: _OperationCall) -> Iterator[Problem]:
-    if call.watched.has(call.args):
+def _aligns(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    if watched.has(call.args):
         yield CTC
 
 
-def _repeats(call: _OperationCall) -> Iterator[Problem]:
+def _repeats(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     counts = call.args[1] if len(call.args) > 1 else call.args[0]  # in inference mode it may be a number
-    if call.watched.has(counts) and call.kwargs.get("output_size") is None:
+    if watched.has(counts) and call.kwargs.get("output_size") is None:
         yield Problem("repeat_interleave waits for the device to count its result", "Pass output_size=.")
 
 
-def _indexes(call: _OperationCall) -> Iterator[Problem]:
+def _indexes(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     indices = tensors_in(call.args[1])
-    if not call.watched.has(call.args[0]):
+    if not watched.has(call.args[0]):
         return
     for index in indices:
         if index.numel():
-            yield from _copied(index, call.args[0], call.watched)
+            yield from _copied(index, call.args[0], watched)
     masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
     value, accumulate = (*call.args[2:4], None, False)[:2]  # of `index_put_`
     is_number = isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
@@ -204,16 +189,16 @@ def _indexes(call: _OperationCall) -> Iterator[Problem]:
         yield Problem("a boolean mask as an index waits for the device to count what it selects", _KEEP_SHAPE)
 
 
-def _copies(call: _OperationCall) -> Iterator[Problem]:
+def _copies(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     pairs = [(call.args[0], call.result)]
-    if call.name == "lift_fresh":  # `torch.tensor(data, device=...)` hides its copy from dispatch modes, not this
+    if call.kind.name == "lift_fresh":  # `torch.tensor(data, device=...)` hides its copy from dispatch modes, not this
         pairs = [(None, call.result)]
-    elif call.name in ("_foreach_copy_", "_foreach_copy"):
+    elif call.kind.name in ("_foreach_copy_", "_foreach_copy"):
         pairs = list(zip(call.args[1], call.args[0], strict=True))
-    elif call.name in ("copy_", "copy"):
+    elif call.kind.name in ("copy_", "copy"):
         pairs = [(call.args[1], call.args[0])]
     for source, target in pairs:
-        yield from _copied(source, target, call.watched)
+        yield from _copied(source, target, watched)
 
 
 def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator[Problem]:
@@ -238,9 +223,9 @@ def _copied(source: Tensor | None, target: Tensor, watched: Watched) -> Iterator
         yield Problem(f"copies from {kind} host memory to the device", advice, elsewhere, graph_only=pinned)
 
 
-def _draws(call: _OperationCall) -> Iterator[Problem]:
-    results, generator = tensors_in(call.result), call.kwargs.get("generator")
-    device, generators, _ = call.watched
+def _draws(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    results, generator = call.made, call.kwargs.get("generator")
+    device, generators, _ = watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
         what = "draws random numbers on the host, which a graph would freeze"
         yield Problem(what, DRAW_ON_DEVICE, graph_only=True)
@@ -251,7 +236,7 @@ def _draws(call: _OperationCall) -> Iterator[Problem]:
             yield Problem(what, "Pass generators=[generator].", graph_only=True)
 
 
-_Check = Callable[[_OperationCall], Iterator[Problem]]
+_Check = Callable[[OperationCall, Watched], Iterator[Problem]]
 _COMPARE = "Use (a == b).all() or torch.isclose(a, b).all(), which stay on the device as tensors."
 _DECIDE = "Compute both, and choose with torch.where, which stays on the device."
 _INSTEAD = {
@@ -284,10 +269,5 @@ def _check_of(op: Any) -> _Check | None:
     """Return the function that finds the problems of an operation's call, None if it can have none."""
     if op is torch.ops.aten.where.default:  # in inference mode it is dispatched instead of `nonzero`
         return _depends_on_data
-    name = _name(op) if getattr(op, "namespace", "") in ("aten", "higher_order") else None
+    name = kind_of(op).name if getattr(op, "namespace", "") in ("aten", "higher_order") else None
     return next((_CHECKS[key] for key in (name, *getattr(op, "tags", ())) if key in _CHECKS), None)
-
-
-def _name(op: Any) -> str:
-    packet = getattr(op, "overloadpacket", None)
-    return str(packet.__name__ if packet is not None else op.name())

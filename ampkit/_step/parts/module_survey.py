@@ -33,9 +33,9 @@ from ..._torch.autograd.autograd import (
 )
 from ..._torch.tensors.modes import within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables, module_tables
-from ..._torch.tensors.operators import LIFT_FRESH, written_arguments
+from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
-from ..._torch.tensors.tree import tensors_in, tree_flatten
+from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
 from ..._user_line import wraps_operations
 
@@ -267,31 +267,28 @@ class Survey:
 
     # -------------------------------------------------------------------------------------------------- operations
 
-    def _on_operation(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _on_operation(self, done: OperationCall) -> None:
         if self._looking:
             return
         backward = in_backward()
         if backward and torch.is_grad_enabled():
             for call in self._owners(current_node()):
                 call.problems["its backward is checkpointed, or differentiated"] = None
-        given = tensors_in((args, kwargs))
-        addresses = set(map(storage_address, given)) - {0}
-        made = [tensor for tensor in tensors_in(result) if storage_address(tensor) not in addresses]
-        if op is LIFT_FRESH:
-            made, addresses = given, set()
-        written = list(written_arguments(op, args, kwargs))
+        addresses = set(done.given_at) - {0}
+        made = [address for address in done.made_at if address not in addresses]
+        if done.op is LIFT_FRESH:
+            made, addresses = done.given_at, set()
         if self._running or not backward:
-            self._follow_data(addresses, written)
+            self._follow_data(addresses, done.written)
         packed = packs_saved_tensors()
-        entry = str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
+        entry = str(done.op), tuple(map(_entry_of, tree_flatten((done.args, done.kwargs))[0]))
         for call in self._running:
             call.operations.append(entry)
-            call.kernels += bool(made or written)
+            call.kernels += bool(made or done.written)
             if packed:
                 call.problems["it packs saved tensors (checkpointing)"] = None
         owner = self._running[-1] if self._running else None
-        for tensor in made:
-            self._made[storage_address(tensor)] = owner
+        self._made.update(dict.fromkeys(made, owner))
 
     def _follow_data(self, addresses: set[int], written: Iterable[Tensor]) -> None:
         """Find calls whose tensors come or leave in another way than as arguments, parameters, buffers and outputs."""

@@ -12,6 +12,7 @@ from ..guard import private
 
 # Makes a `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data.
 fake_tensor_mode: Callable[..., Any] = private(fake_tensor, "FakeTensorMode")
+_FAKE: type = private(fake_tensor, "FakeTensor")
 _LIMITS = tuple(
     private(fake_tensor, name)
     for name in (
@@ -47,4 +48,4 @@ def autocast_without_cuda() -> Iterator[None]:
 
 def is_fake(kind: type) -> bool:
     """Return whether tensors of this class are fake, that is without data."""
-    return issubclass(kind, private(fake_tensor, "FakeTensor"))
+    return issubclass(kind, _FAKE)

@@ -1,15 +1,17 @@
 """Operations of ATen: their names, schemas and kernels, and the Python functions that call them or copy without one."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..guard import private
-from .tree import tree_flatten
+from .tensors import storage_address
+from .tree import tensors_in
 
 # The builtins below torch.nn.functional. torch.compile traces some of its Python functions down to them.
 _nn_builtins = private(torch._C, "_nn")
@@ -69,13 +71,67 @@ op_schema: Callable[[Any], Any] = operator.attrgetter("_schema")
 op_builtin: Callable[[Any], Any] = operator.attrgetter("_op")
 
 
-def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes to, as its schema says."""
-    for i, argument in enumerate(op_schema(op).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
-        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+class OperationKind(NamedTuple):
+    """What is known of all calls of an operation. Of one with control flow, which has no schema, nothing is.
+
+    Attributes:
+        name: without namespace and overload.
+        written: position and name of each argument that it writes to, as its schema says.
+        draws: whether it draws random numbers.
+        repeatable: whether it is one of ATen that gives the same for the same arguments, of shapes that are known.
+    """
+
+    name: str
+    written: tuple[tuple[int, str], ...] = ()
+    draws: bool = False
+    repeatable: bool = False
+
+
+@functools.cache
+def kind_of(op: Any) -> OperationKind:
+    """Return what is known of an operation."""
+    if not hasattr(op, "overloadpacket"):
+        return OperationKind(str(op.name()))
+    arguments = enumerate(op_schema(op).arguments)
+    written = tuple((i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write)
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    depends = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+    return OperationKind(
+        str(op.overloadpacket.__name__), written, draws, op.namespace == "aten" and not depends | draws
+    )
+
+
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation writes to, as its schema says."""
+    places = kind_of(op).written
+    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
+
+
+class OperationCall:
+    """A call of an operation below autograd, as a dispatch mode has seen it.
+
+    Attributes:
+        op: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        kind: what is known of the operation.
+        given: the tensors among its arguments.
+        given_at: the addresses of the memory that they lie in.
+        made: the tensors in its result.
+        made_at: the addresses of the memory that they lie in.
+        written: the tensors among its arguments that it writes to.
+    """
+
+    __slots__ = ("args", "given", "given_at", "kind", "kwargs", "made", "made_at", "op", "result", "written")
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.op, self.args, self.kwargs, self.result = op, args, kwargs, result
+        self.kind = kind_of(op)
+        self.given, self.made = tensors_in((args, kwargs)), tensors_in(result)
+        self.given_at = [*map(storage_address, self.given)]
+        self.made_at = [*map(storage_address, self.made)]
+        self.written = written_arguments(op, args, kwargs)
 
 
 # `Tensor.__repr__` looks this function up: owner and name. It switches dispatch modes off before it reads the tensor.

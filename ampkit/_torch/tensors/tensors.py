@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _foreach_utils
 
 from ..guard import private
+from .fake_tensors import is_fake
 
 # foreach_norm(tensors, ord, dtype): the norms of many tensors by one kernel. torch.nn.utils.clip_grad_norm_ calls it.
 foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
@@ -66,11 +67,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def storage_address(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
-    try:
-        storage = storage_of(tensor)
-        return 0 if storage is None else storage.data_ptr()
-    except RuntimeError:  # a fake tensor has a storage without an address
+    if is_fake(type(tensor)):  # it has a storage without an address
         return 0
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage.data_ptr()
 
 
 class Remembered:

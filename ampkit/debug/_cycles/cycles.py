@@ -100,14 +100,10 @@ class Cycles:
             if not sizes:
                 continue
             holds = next((text for kept, text in cycle.holds if not kept.isdisjoint(freed)), cycle.holds[0][1])
-            new = Cycle(cycle.loop, holds, cycle.lines, cycle.advice, len(sizes), sum(sizes))
-            key = new.loop, new.holds, new.lines
-            old = cycles.get(key)
-            cycles[key] = (
-                new
-                if old is None
-                else replace(old, tensors=old.tensors + new.tensors, bytes=old.bytes + new.bytes, count=old.count + 1)
-            )
+            key = cycle.loop, holds, cycle.lines
+            old = cycles.get(key) or Cycle(*key, cycle.advice, tensors=0, bytes=0, count=0)
+            tensors, size = old.tensors + len(sizes), old.bytes + sum(sizes)
+            cycles[key] = replace(old, tensors=tensors, bytes=size, count=old.count + 1)
         self.found = tuple(sorted(cycles.values(), key=lambda cycle: -cycle.bytes))
 
     def __str__(self) -> str:
@@ -167,21 +163,13 @@ _Storages = dict[StorageWeakRef, int]  # bytes of each storage
 
 
 class _DescribedCycle(NamedTuple):
-    """A cycle before it is known which of its tensors have no other owner. It refers to none of its objects.
-
-    Attributes:
-        loop: as in `Cycle`.
-        holds: for some tensors, the largest first, their storages and the text that `Cycle.holds` would be.
-        lines: as in `Cycle`.
-        advice: as in `Cycle`.
-        storages: those of all tensors.
-    """
+    """A `Cycle` before it is known which of its tensors have no other owner. It refers to none of its objects."""
 
     loop: str
-    holds: list[tuple[set[StorageWeakRef], str]]
+    holds: list[tuple[set[StorageWeakRef], str]]  # of some tensors, the largest first: storages, and `Cycle.holds`
     lines: tuple[str, ...]
     advice: str
-    storages: _Storages
+    storages: _Storages  # those of all tensors
 
 
 def _described_cycles(garbage: Sequence[object]) -> list[_DescribedCycle]:

@@ -1,5 +1,6 @@
 """Which category each allocation belongs to: decided by what becomes of it between its creation and its end."""
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,11 +25,10 @@ from ..._torch.tensors.tensors import local_shard, storage_of
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import UserLineFinder
-from .allocator import SMALL, Allocator
+from .allocator import SMALL, Allocator, UntrackedMemory
 from .backward import ACCUMULATE_GRAD
 from .profile import MemoryProfile
 from .timeline import Allocation, Timeline
-from .untracked import UntrackedMemory
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -110,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):
                 entered.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
                 entered.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
             self._exit = entered.pop_all()
-        self._timeline.start()
+        self._timeline.start = time.perf_counter()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         return self
 

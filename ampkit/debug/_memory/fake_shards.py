@@ -12,11 +12,7 @@ from ..._torch.ranks.sharding import ShardedModules
 
 
 def check_shard(model: nn.Module, shard: object, ranks: object) -> None:
-    """Refuse a model that is split already, and arguments of `forecast` with which none can be split.
-
-    Raises:
-        ValueError: it says what to write instead.
-    """
+    """Raise a `ValueError` for a model that is split already, or arguments of `forecast` with which none can be."""
     if is_sharded(model) or len(ShardedModules(model)):
         raise ValueError(
             "debug.forecast(model): it is under fully_shard, and such a model cannot be copied. Pass the model as it "
@@ -42,13 +38,7 @@ def check_shard(model: nn.Module, shard: object, ranks: object) -> None:
 def apply_shard(model: nn.Module, shard: Callable[[nn.Module], object], device: str) -> None:
     """Have the user's function put the fake copy of a model under `fully_shard`.
 
-    Args:
-        model: the copy.
-        shard: the function.
-        device: the type of the device that the forecast is for.
-
-    Raises:
-        ValueError: the function has wrapped nothing, or the parameters are not the same ones, or elsewhere.
+    Raises a `ValueError` if it has wrapped nothing, or if the parameters are not the same ones, or elsewhere.
     """
     shapes = [param.shape for param in model.parameters()]
     with real_values():

@@ -39,12 +39,12 @@ class MemoryTracker(TorchDispatchMode):
     category in all of it.
 
     What torch.compile made runs as eager code in the context, so that its storages are seen. It runs compiled again
-    afterwards.
+    afterwards. Model and optimizers have hooks in the context.
 
     Args:
         device: the device whose memory is recorded.
-        model: its parameters and buffers are parameters, and its modules give paths. It has hooks in the context.
-        optimizers: their state is optimizer state. They have hooks in the context.
+        model: its parameters and buffers are parameters, and its modules give paths.
+        optimizers: their state is optimizer state.
         inputs: a tree of tensors that are the batch.
         entered: the frame that enters the context. No lines of its callers are named.
         allocator: says how many bytes a storage takes.
@@ -74,7 +74,8 @@ class MemoryTracker(TorchDispatchMode):
         self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
         self._exit = ExitStack()
         self._timeline = Timeline()
-        self._allocations: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}  # by `_storage_key`
+        self._allocations: dict[int, Allocation] = {}  # by `_storage_key`
+        self._references: dict[int, weakref.ref[Any]] = {}  # by `_storage_key`; they tell when a storage is freed
         self._libraries = Allocation(0, "", category="temporary")
         self._pools = Allocation(0, "", category="graph pool")
         self._modules: list[str] = []  # paths of the modules whose forward runs, outermost first
@@ -121,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
         self._exit.close()
         self._categorize_state()
         self._read_pools()
-        self._allocations.clear()  # what is freed after this is not recorded
+        self._references.clear()  # what is freed after this is not recorded
 
     def at_node(self, node: Any) -> None:
         """Say which node of the autograd graph runs, in a backward without autograd's engine; None after the last."""
@@ -247,12 +248,11 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
         self._follow_gathered()
         for tensor in buffers_of_collective(func, args, kwargs, in_backward):
-            if (key := self._storage_key(tensor)) in self._allocations:
-                buffer, _ = self._allocations[key]
+            if buffer := self._allocations.get(self._storage_key(tensor)):
                 buffer.category = buffer.category or "temporary"
         for tensor in tensors_in(result) if node is not None and node.name() == ACCUMULATE_GRAD else ():
-            if (key := self._storage_key(tensor)) in self._allocations:
-                gradient, _ = self._allocations[key]  # temporary before `fully_shard` reduces it
+            if gradient := self._allocations.get(self._storage_key(tensor)):
+                # It is temporary before `fully_shard` reduces it.
                 gradient.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
                 gradient.module = self._module_of_param.get(id(node.variable), gradient.module)
         return result
@@ -273,13 +273,7 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
 
     def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
-        """Record what an operation took and its results do not account for.
-
-        Args:
-            new: the allocations of its results.
-            module: the module that called it.
-            line: the line that called it.
-        """
+        """Record what an operation took, and what the new allocations of its results do not account for."""
         assert self._untracked is not None
         kept, passing = self._untracked.end_operation(self._timeline.level)
         if new and 0 < kept <= SMALL:  # the remainder of a large block that the allocator did not split
@@ -321,7 +315,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _categorize_activations(self) -> None:
         """Make what forward made, and what is still there, activations unless they have a category."""
-        for allocation, _ in self._allocations.values():
+        for allocation in self._allocations.values():
             if allocation.phase == "forward":
                 allocation.category = allocation.category or "activation"
 
@@ -330,8 +324,7 @@ class MemoryTracker(TorchDispatchMode):
         key = self._storage_key(tensor)
         if not key:
             return
-        if key in self._allocations:
-            allocation, _ = self._allocations[key]
+        if allocation := self._allocations.get(key):
             if category != "input" and allocation.category != "parameter":
                 allocation.category, allocation.module = category, module or allocation.module
         elif self._untracked is None or not self._untracked.in_pool(tensor):
@@ -370,21 +363,21 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         allocation.shape, allocation.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         allocation.requested = storage.nbytes()
-        self._allocations[key] = allocation, weakref.ref(storage, partial(self._on_free, key))
+        self._allocations[key] = allocation
+        self._references[key] = weakref.ref(storage, partial(self._on_free, key))
         return allocation
 
     def _on_free(self, key: int, reference: object) -> None:
-        allocation, _ = self._allocations.pop(key, (None, None))
-        if allocation is not None:
+        self._references.pop(key, None)
+        if allocation := self._allocations.pop(key, None):
             self._allocator.free(key)
             self._timeline.resize(allocation, -allocation.bytes)
 
     def _update_size(self, tensor: Tensor) -> None:
         """Record that an operation has resized a storage."""
-        if (key := self._storage_key(tensor)) not in self._allocations:
-            return
-        allocation, size = self._allocations[key][0], local_shard(tensor).untyped_storage().nbytes()
-        if size != allocation.requested:
+        key = self._storage_key(tensor)
+        allocation = self._allocations.get(key)
+        if allocation and allocation.requested != (size := local_shard(tensor).untyped_storage().nbytes()):
             allocation.requested = size
             self._allocator.free(key)
             self._timeline.resize(allocation, self._allocator.allocate(key, size) - allocation.bytes)

@@ -205,11 +205,7 @@ class _FakeOptimizerStep(TorchDispatchMode):
 def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str) -> torch.optim.Optimizer:
     """Return a copy of an optimizer over the fake parameters, with the state that it has before its first step.
 
-    Args:
-        optimizer: what to copy.
-        copies: the copies made so far, by the id of the original. The copy of the optimizer is added, and those of its
-            parameters that are not the model's.
-        device: where the copies are.
+    By the id of the original, `copies` has the copies made so far, and those made here are added.
     """
     made = copies[id(optimizer)] = copy.copy(optimizer)
     made.param_groups = []
@@ -230,23 +226,20 @@ def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], devi
         for param, state in optimizer.state.items():
             made.state[copies[id(param)]] = fake_copy(state, device)
     for name, value in vars(optimizer).items():
-        # A method among the attributes wraps the original's, as a scheduler wraps `step`. The copy needs none.
-        if name not in vars(made) and not hasattr(type(optimizer), name):
-            setattr(made, name, _attribute_of(optimizer, name, value, copies, device))
+        # What a subclass has added, which `Optimizer.__getstate__` leaves out. A method among it wraps the original's,
+        # as a scheduler wraps `step`. The copy needs none.
+        if name in vars(made) or hasattr(type(optimizer), name):
+            continue
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # an optimizer that it wraps
+                _optimizer_of(leaf, copies, device)
+            elif isinstance(leaf, Tensor) and id(leaf) not in copies:
+                copies[id(leaf)] = fake_copy(leaf, device)
+        try:
+            setattr(made, name, copy.deepcopy(value, copies))
+        except Exception as error:  # an attribute can be anything, and raise anything
+            raise ValueError(
+                f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
+                "Forecast with an optimizer without it."
+            ) from error
     return made
-
-
-def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
-    """Return a copy of an attribute that a subclass has added, which `Optimizer.__getstate__` leaves out."""
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # an optimizer that it wraps
-            _optimizer_of(leaf, copies, device)
-        elif isinstance(leaf, Tensor) and id(leaf) not in copies:
-            copies[id(leaf)] = fake_copy(leaf, device)
-    try:
-        return copy.deepcopy(value, copies)
-    except Exception as error:  # an attribute can be anything, and raise anything
-        raise ValueError(
-            f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
-            "Forecast with an optimizer without it."
-        ) from error

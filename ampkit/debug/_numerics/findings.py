@@ -1,13 +1,15 @@
 """What the statistics of a step say: where it first overflowed or underflowed, and which gradient is the largest."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..._text import dtype_name
-from .measurements import LARGEST, MAGNITUDE, MeasuredTensor, StepStatistics
+from .measurements import LARGEST, MAGNITUDE, MeasuredTensor
 from .statistics import BIAS, BINS, NONFINITE
 
 _F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
@@ -93,8 +95,9 @@ class ObservedStep:
     """One observed step, and what its statistics say.
 
     Args:
-        statistics: the numbers.
-        tensors: what each row of them is about.
+        step: its number.
+        buffer: a copy of that of `DeviceStatistics`, in host memory.
+        tensors: what each row of it is about.
         parameters: the rows of each module's parameters, as in `ModelHooks`.
         order: the rows that were measured, in the order of time; those of parameters come last.
         dtypes: the dtypes of the measured tensors, by row.
@@ -102,16 +105,17 @@ class ObservedStep:
 
     def __init__(
         self,
-        statistics: StepStatistics,
+        step: int,
+        buffer: Tensor,
         tensors: Sequence[MeasuredTensor],
         parameters: Mapping[str, Mapping[str, int]],
         order: Sequence[int],
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
-        self.step, self.scale = statistics.step, statistics.scale
+        self.step, self.scale = step, float(buffer[-1, 0]) or 1.0
         self._tensors, self._parameters, self._dtypes = tensors, parameters, dtypes
         self._row_of = {(tensor.name, tensor.what): i for i, tensor in enumerate(tensors)}
-        self._values = values = statistics.values
+        self._values = values = buffer[:-1]
         # Lists, by row: looking up single elements of a tensor would take milliseconds altogether.
         self._counts: list[float] = values[:, :BINS].sum(1).tolist()
         self._zeros: list[float] = values[:, 0].tolist()
@@ -131,26 +135,26 @@ class ObservedStep:
 
     def rows(self) -> list[NumericsRow]:
         """Return the statistics in the order of time."""
-        return [self._row(i) for i in self._order]
-
-    def _row(self, i: int) -> NumericsRow:
-        tensor, counts = self._tensors[i], self._values[i, :BINS]
-        exponents: dict[int, int] = {}
-        for number in counts[1:NONFINITE].nonzero().flatten().tolist():
-            exponent = min(max(number + 1 - BIAS, _LOWEST), _HIGHEST)
-            exponents[exponent] = exponents.get(exponent, 0) + int(counts[number + 1])
-        return NumericsRow(
-            name=tensor.name,
-            what=tensor.what,
-            dtype=dtype_name(self._dtypes[i]),
-            count=int(self._counts[i]),
-            largest=self._largest[i],
-            nonfinite=int(self._nonfinite[i]),
-            zeros=int(self._zeros[i]),
-            subnormal=int(self._subnormals[i]),
-            flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
-            exponents=exponents,
-        )
+        rows = []
+        for i in self._order:
+            counts = self._values[i, :BINS]
+            exponents: Counter[int] = Counter()
+            for number in counts[1:NONFINITE].nonzero().flatten().tolist():
+                exponents[min(max(number + 1 - BIAS, _LOWEST), _HIGHEST)] += int(counts[number + 1])
+            row = NumericsRow(
+                name=self._tensors[i].name,
+                what=self._tensors[i].what,
+                dtype=dtype_name(self._dtypes[i]),
+                count=int(self._counts[i]),
+                largest=self._largest[i],
+                nonfinite=int(self._nonfinite[i]),
+                zeros=int(self._zeros[i]),
+                subnormal=int(self._subnormals[i]),
+                flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
+                exponents=dict(exponents),
+            )
+            rows.append(row)
+        return rows
 
     # ------------------------------------------------------------------------------------------------------- overflow
 

@@ -102,8 +102,12 @@ class ModelHooks:
                 hooks.callback(handle.remove)
             for param, name in self._params.items() if parameters else ():
                 if param.requires_grad:
-                    hook = partial(_on_accumulated, to, self._row[name, "gradient"])
-                    hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)
+                    row = self._row[name, "gradient"]
+                    # It is replaced, because it is the sum over all micro-batches so far.
+                    handle = param.register_post_accumulate_grad_hook(
+                        lambda param, row=row: to.add(row, param.grad, replace=True)
+                    )
+                    hooks.callback(handle.remove)
             yield
 
     def measure_gradients(self, to: Measurements) -> None:
@@ -157,29 +161,15 @@ class ModelHooks:
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(to.add, self._row[name, "grad_output"]))
         for node, i in _nodes_of_inputs(outputs, edges, newest):
-            node.register_hook(partial(_on_node, to, self._row[name, "grad_input"], i))
-
-
-def _on_node(to: Measurements, row: int, i: int, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
-    grad = grad_inputs[i]
-    if grad is not None:
-        to.add(row, grad)
-
-
-def _on_accumulated(to: Measurements, row: int, param: Tensor) -> None:
-    if param.grad is not None:
-        to.add(row, param.grad, replace=True)  # it is the sum over all micro-batches so far
+            row = self._row[name, "grad_input"]
+            node.register_hook(lambda grad_inputs, _, row=row, i=i: to.add(row, grad_inputs[i]))
 
 
 def _nodes_of_inputs(outputs: list[Tensor], edges: set[Edge], newest: int) -> Iterator[tuple[Any, int]]:
     """Yield the autograd nodes of a module that pass a gradient back to its inputs, and the number of that gradient.
 
     A hook on the input itself would get the sum over everything that uses the input; a node has this module's share.
-
-    Args:
-        outputs: the outputs of the module.
-        edges: where its inputs come from.
-        newest: the number of the newest node before the call; the module's nodes are newer.
+    The edges are where the inputs come from. The module's nodes are newer than the newest one before the call.
     """
     left = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen: set[Any] = set()

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,42 +21,19 @@ _REMEMBERED = 4
 
 
 class MeasuredTensor(NamedTuple):
-    """What one row of the statistics is about.
+    """What one row of the statistics is about."""
 
-    Attributes:
-        name: the module, or the parameter.
-        what: "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter.
-        module: the module, or the module that holds the parameter.
-    """
-
-    name: str
-    what: str
-    module: str
-
-
-class StepStatistics(NamedTuple):
-    """The statistics of one optimizer step, on the host.
-
-    Attributes:
-        step: the number of the step.
-        values: float64, one row for each `MeasuredTensor`. The columns are counts by exponent, `LARGEST`, `MAGNITUDE`.
-        scale: what gradients were multiplied by.
-    """
-
-    step: int
-    values: Tensor
-    scale: float
+    name: str  # the module, or the parameter
+    what: str  # "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter
+    module: str  # the module, or the one that holds the parameter
 
 
 class DeviceStatistics:
     """The statistics of one step, in one buffer on the device, whose address never changes.
 
-    Args:
-        rows: how many tensors are measured.
-        device: where they are.
-
     Attributes:
-        buffer: float64, which counts exactly up to 2**53. Its last row holds the loss scale, 0 if there is none.
+        buffer: float64, which counts exactly up to 2**53. It has a row for each `MeasuredTensor`, and the columns are
+            counts by exponent, `LARGEST` and `MAGNITUDE`. One more row holds the loss scale, 0 if there is none.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -63,11 +41,6 @@ class DeviceStatistics:
         self._counts = self.buffer[:, :BINS].unbind()
         self._largest = self.buffer[:, LARGEST].unbind()
         self._magnitudes = self.buffer[:, MAGNITUDE].unbind()
-        self._scale = self.buffer[rows, 0]
-
-    def clear(self) -> None:
-        """Set everything to zero. Sync: none."""
-        self.buffer.zero_()
 
     def add(self, rows: Sequence[int], counts: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
         """Add what `measure` returned to these rows, which must be distinct. A dozen kernels for a hundred rows."""
@@ -94,11 +67,7 @@ class DeviceStatistics:
     def add_up(self, first: int, group: Any) -> None:
         """Make the rows from `first` on, which are of parts of tensors, those of the whole tensors.
 
-        Args:
-            first: the row of the first parameter.
-            group: the processes that have the parts. All of them call this in the same steps.
-
-        Sync: none. Two all_reduces of these rows.
+        All processes of the group, which have the parts, call this in the same steps. Sync: none. Two all_reduces.
         """
         rows = self.buffer[first:-1]
         counts = rows[:, :BINS].contiguous()
@@ -111,12 +80,45 @@ class DeviceStatistics:
 
     def set_scale(self, scale: Tensor) -> None:
         """Write what gradients are multiplied by, a tensor of shape ()."""
-        self._scale.copy_(scale)
+        self.buffer[-1, 0].copy_(scale)
 
-    @staticmethod
-    def on_host(step: int, buffer: Tensor) -> StepStatistics:
-        """Return what a copy of the buffer in host memory says."""
-        return StepStatistics(step, buffer[:-1], float(buffer[-1, 0]) or 1.0)
+
+@dataclass(eq=False)
+class AsyncCopies:
+    """Copies from the device to the host, in the order in which they were started."""
+
+    _pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, number: int, source: Tensor) -> None:
+        """Start a copy, which gets this number. Sync: none. On the CPU it has arrived at once."""
+        if not source.is_cuda:
+            self._pending.append((number, source.clone(), None))
+            return
+        host = torch.empty_like(source, device="cpu", pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(source.device))
+        self._pending.append((number, host, event))
+
+    def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
+        """Return the copies that have arrived since the last call, with their numbers.
+
+        Args:
+            wait: wait for the device, and return all of them.
+        """
+        arrived = []
+        while self._pending:
+            number, host, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self._pending.popleft()
+            arrived.append((number, host))
+        return arrived
 
 
 class Measurements:
@@ -139,9 +141,10 @@ class Measurements:
         """The rows in the order in which they were first measured."""
         return list(self._measured)
 
-    def add(self, row: int, tensor: Tensor, *, replace: bool = False) -> None:
+    def add(self, row: int, tensor: Tensor | None, *, replace: bool = False) -> None:
         """Measure a tensor, and add the result to what its row has, or `replace` that. Three kernels. Sync: none."""
-        if self.closed or not is_measurable(tensor) or tensor.device != self._statistics.buffer.device:
+        device = self._statistics.buffer.device
+        if self.closed or tensor is None or not is_measurable(tensor) or tensor.device != device:
             return
         # Selective checkpointing would take these operations for the model's.
         with torch.no_grad(), without_dispatch_modes():

@@ -11,10 +11,9 @@ from ..._arguments import check_at_least, check_instance
 from ..._capture.ranks.ranks import several_processes
 from ..._capture.ranks.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
-from .async_copies import AsyncCopies
 from .findings import NumericsFinding, ObservedStep
 from .hooks import ModelHooks, unwrapped
-from .measurements import DeviceStatistics, Measurements
+from .measurements import AsyncCopies, DeviceStatistics, Measurements
 from .report import NumericsReport, advice, safe_scale
 
 
@@ -131,7 +130,7 @@ class Numerics:
         self._observes = self._step % self._every == 0 or self._observe_next
         if self._observes:
             self._observe_next = False
-            self._on_device.clear()
+            self._on_device.buffer.zero_()
         return self._observes
 
     @contextmanager
@@ -246,9 +245,8 @@ class Numerics:
             self._observe_next |= self._skip_count is not None and float(count) > self._skip_count
             self._skip_count = float(count)
         for step, buffer in self._statistics_copies.take(wait=wait):
-            statistics = DeviceStatistics.on_host(step, buffer)
-            hooks = self._hooks
-            seen = ObservedStep(statistics, hooks.tensors, hooks.parameters, self._order, self._dtypes)
+            tensors, parameters = self._hooks.tensors, self._hooks.parameters
+            seen = ObservedStep(step, buffer, tensors, parameters, self._order, self._dtypes)
             self._observed += 1
             self._last = seen
             if seen.overflowed():

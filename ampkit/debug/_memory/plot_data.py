@@ -10,13 +10,8 @@ from .profile import CATEGORIES, MemoryProfile
 
 # The colours of Okabe and Ito, which people with any kind of colour vision can tell apart. Neighbours in the stack also
 # differ in lightness.
-COLOURS = dict(
-    zip(
-        CATEGORIES,
-        ("#0072B2", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
-        strict=True,
-    )
-)
+_OKABE_ITO = "#0072B2 #E69F00 #56B4E9 #009E73 #F0E442 #D55E00 #CC79A7 #999999"
+COLOURS = dict(zip(CATEGORIES, _OKABE_ITO.split(), strict=True))
 _POINTS = 1500  # events drawn of a profile: it is no wider in pixels
 # How far a label must be from the next one, as a part of the width: about what "step 10" and "optimizer" take.
 _STEP_ROOM, _PHASE_ROOM = 0.07, 0.1

@@ -252,7 +252,7 @@ class Numerics:
             if seen.overflowed():
                 self._first_overflowed = self._first_overflowed or seen
             else:
-                self._harmless |= seen.nonfinite()
+                self._harmless |= seen.nonfinite
                 self._largest_gradient = max(self._largest_gradient or 0.0, seen.largest_unscaled_gradient())
                 self._first_underflow = self._first_underflow or seen.first_underflow()
 

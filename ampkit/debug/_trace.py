@@ -110,8 +110,6 @@ class Trace:
                 rows.append(f"{sum(times for _, times in shown[_SHOWN:]):18}  on {len(shown) - _SHOWN} other lines")
         return "\n".join(rows)
 
-    # -------------------------------------------------------------------------------------------------- start and stop
-
     def start(self) -> "Trace":
         """Listen from now on, and return itself. Earlier events are kept.
 
@@ -177,8 +175,6 @@ class Trace:
             others = any(callback is not _CALLBACKS[kind] for kind, found in lists.items() for callback in found)
             if not any(_listening.values()) and not others:
                 deactivate_gpu_trace()
-
-    # -------------------------------------------------------------------------------------------------------- an event
 
     def _on_event(self, kind: str, handles: tuple[int, ...], frame: FrameType) -> None:
         """Take an event. Never raises: torch would write the error to a log and go on."""

@@ -129,13 +129,10 @@ class CachingAllocator(Allocator):
 
     A storage takes the block that it lies in, which may be up to 1 MiB larger than what it asked for.
     `torch.cuda.memory_allocated` counts in the same way.
-
-    Attributes:
-        reserved: bytes of all segments, as `torch.cuda.memory_reserved` counts.
     """
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = 0  # bytes of all segments, as `torch.cuda.memory_reserved` counts
         self._used: dict[int, _MemoryBlock] = {}
         self._free: dict[bool, list[_MemoryBlock]] = {True: [], False: []}  # by `small`; sorted by `order`
         self._with_workspace: set[bool] = set()

@@ -288,10 +288,7 @@ def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
 
     Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on tensors are
     called if they are registered in the context, or on leaves. Hooks on nodes, such as those of
-    `register_full_backward_hook`, are not.
-
-    Args:
-        on_node: called with each node before it runs, and with None after it.
+    `register_full_backward_hook`, are not. `on_node` is called with each node before it runs, and with None after it.
     """
     engine = _PythonEngine(on_node)
     with (

@@ -202,9 +202,7 @@ class MemoryTracker(TorchDispatchMode):
             self._mark_step(at=1)  # what a loop does before its first operation belongs to its first step
         if in_backward:
             self._begin_phase("backward")
-        elif self._in_optimizer:
-            self._begin_phase("optimizer")
-        elif self._phase == "backward" and not torch.is_grad_enabled():
+        elif self._in_optimizer or (self._phase == "backward" and not torch.is_grad_enabled()):
             self._begin_phase("optimizer")  # unscaling and clipping belong to it
 
     def _begin_phase(self, phase: str) -> None:

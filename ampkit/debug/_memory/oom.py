@@ -151,9 +151,6 @@ def _is_oom(error: BaseException | None) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------------------------------------------- the report
-
-
 def _write_report(folder: Path, error: BaseException, profile: MemoryProfile | Recorded | None) -> str:
     """Write what can be written, and return a note that says where it is and what is missing. Raises no `Exception`."""
     note = "ampkit.debug.on_oom"
@@ -243,9 +240,6 @@ def _rank() -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return str(torch.distributed.get_rank())
     return os.environ.get("RANK", "0")  # as torchrun sets it
-
-
-# ------------------------------------------------------------------------------------------------------- the allocator
 
 
 def _block_table(taken: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..._arguments import check_instance
 from ..._text import unit_of
-from .profile import CATEGORIES, MemoryProfile
+from .profile import CATEGORIES, MemoryProfile, profile_title
 
 # The colours of Okabe and Ito, which people with any kind of colour vision can tell apart. Neighbours in the stack also
 # differ in lightness.
@@ -30,6 +30,7 @@ class PlottedProfile(NamedTuple):
     """A profile, reduced to as many events as can be seen."""
 
     profile: MemoryProfile
+    title: str
     events: list[int]  # indices of those that are drawn
     x: list[float]  # where each of them is drawn
     x_label: str
@@ -78,6 +79,7 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
         found.append(
             PlottedProfile(
                 profile=profile,
+                title=profile_title(profile),
                 events=events,
                 x=[places[i] for i in events],
                 x_label="allocations and frees, in order" if profile.forecast else "time, ms",

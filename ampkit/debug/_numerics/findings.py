@@ -94,13 +94,8 @@ class NumericsRow(NamedTuple):
 class ObservedStep:
     """One observed step, and what its statistics say.
 
-    Args:
-        step: its number.
-        buffer: a copy of that of `DeviceStatistics`, in host memory.
-        tensors: what each row of it is about.
-        parameters: the rows of each module's parameters, as in `ModelHooks`.
-        order: the rows that were measured, in the order of time; those of parameters come last.
-        dtypes: the dtypes of the measured tensors, by row.
+    The buffer is a copy of that of `DeviceStatistics`, in host memory. Tensors and parameters are as in `ModelHooks`.
+    The order is that in which rows were measured; those of parameters come last. Dtypes are by row.
     """
 
     def __init__(
@@ -123,6 +118,7 @@ class ObservedStep:
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
         self._largest: list[float] = values[:, LARGEST].tolist()
         self.nonfinite = {i for i, count in enumerate(self._nonfinite) if count}  # rows with values that are inf or nan
+        self.overflowed = any(tensors[i].what == "gradient" for i in self.nonfinite)
         for i in self.nonfinite:  # the counts of exponents tell the largest finite one
             finite = values[i, 1:NONFINITE].nonzero()
             self._largest[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
@@ -156,16 +152,12 @@ class ObservedStep:
             rows.append(row)
         return rows
 
-    def overflowed(self) -> bool:
-        """Return whether the gradient of a parameter is not finite."""
-        return any(self._tensors[i].what == "gradient" for i in self.nonfinite)
-
     def first_overflow(self, harmless: set[int]) -> NumericsFinding | None:
         """Return where the overflow began, None if the gradients of all parameters are finite.
 
         Harmless are rows that are not finite in good steps either, such as attention scores that a mask sets to -inf.
         """
-        if not self.overflowed():
+        if not self.overflowed:
             return None
         bad = [i for i in self._order if i in self.nonfinite]
         first = next((i for i in bad if i not in harmless), None)

@@ -87,59 +87,43 @@ class DeviceStatistics:
 class AsyncCopies:
     """Copies from the device to the host, in the order in which they were started."""
 
-    _pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        return len(self._pending)
+    pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
 
     def start(self, number: int, source: Tensor) -> None:
         """Start a copy, which gets this number. Sync: none. On the CPU it has arrived at once."""
         if not source.is_cuda:
-            self._pending.append((number, source.clone(), None))
+            self.pending.append((number, source.clone(), None))
             return
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         host.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(source.device))
-        self._pending.append((number, host, event))
+        self.pending.append((number, host, event))
 
     def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
-        """Return the copies that have arrived since the last call, with their numbers.
-
-        Args:
-            wait: wait for the device, and return all of them.
-        """
+        """Return the copies that have arrived since the last call, with their numbers; all of them after a `wait`."""
         arrived = []
-        while self._pending:
-            number, host, event = self._pending[0]
+        while self.pending:
+            number, host, event = self.pending[0]
             if event is not None and not event.query():
                 if not wait:
                     break
                 event.synchronize()
-            self._pending.popleft()
+            self.pending.popleft()
             arrived.append((number, host))
         return arrived
 
 
 class Measurements:
-    """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends.
-
-    Attributes:
-        dtypes: the dtype of the tensor that was measured last for a row.
-        closed: whether it has ended, so that nothing is measured any more.
-    """
+    """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends."""
 
     def __init__(self, statistics: DeviceStatistics) -> None:
         self._statistics = statistics
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = deque(maxlen=_REMEMBERED)
+        # Of the tensor that was measured last for a row, by row, in the order in which rows were first measured.
         self.dtypes: dict[int, torch.dtype] = {}
-        self.closed = False
-
-    @property
-    def order(self) -> list[int]:
-        """The rows in the order in which they were first measured."""
-        return list(self._measured)
+        self.closed = False  # whether it has ended, so that nothing is measured any more
 
     def add(self, row: int, tensor: Tensor | None, *, replace: bool = False) -> None:
         """Measure a tensor, and add the result to what its row has, or `replace` that. Three kernels. Sync: none."""

@@ -24,18 +24,13 @@ def is_measurable(tensor: Tensor) -> bool:
 
 
 def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many values of a tensor have which exponent, and its largest magnitude.
+    """Return how many values of a tensor have which exponent, and its largest magnitude: inf or nan if a value is.
 
-    The largest magnitude is inf or nan if a value is. The tensor is read in three passes: cast, count, norm. The result
-    is deterministic, and all of it can be captured: only integers are counted, and no size depends on data.
+    The tensor is read in three passes: cast, count, norm. The result is deterministic, and all of it can be captured:
+    only integers are counted, and no size depends on data. float64 is rounded to float32 first.
 
-    Args:
-        tensor: one that `is_measurable`, on any device. float64 is rounded to float32 first.
-
-    Returns:
-        Counts: on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,), by exponent. The
-        largest magnitude: shape (), in float32, or in the tensor's own dtype if that is float16 or bfloat16.
-
+    The counts are on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,), by exponent. The
+    largest magnitude has shape (), and is in float32, or in the tensor's own dtype if that is float16 or bfloat16.
     Memory: four bytes per element. Sync: none.
     """
     tensor = tensor.resolve_conj().resolve_neg()

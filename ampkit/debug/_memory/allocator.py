@@ -66,6 +66,7 @@ class UntrackedMemory:
     """Reads from the statistics of a CUDA device what belongs to no tracked tensor: workspaces, pools of graphs."""
 
     _device: torch.device  # with its index
+    _is_read: bool  # otherwise nothing is untracked, as on a CPU
     _allocated: int = 0  # where the operation began
     _tracked: int = 0
     _pool_segments: list[tuple[int, int]] = field(default_factory=list)  # address and size
@@ -73,10 +74,10 @@ class UntrackedMemory:
     def begin_operation(self, tracked: int) -> bool:
         """Read the statistics before an operation, when so many bytes are tracked.
 
-        Return False, and do nothing, where it is being captured: in a capture, all memory comes from the graph's pool,
-        which `read_pools` counts.
+        Return False, and do nothing, where nothing is read, and in a capture: there, all memory comes from the graph's
+        pool, which `read_pools` counts.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if not self._is_read or torch.cuda.is_current_stream_capturing():
             return False
         torch.cuda.reset_peak_memory_stats(self._device)
         self._allocated, self._tracked = torch.cuda.memory_allocated(self._device), tracked
@@ -93,17 +94,18 @@ class UntrackedMemory:
 
     def read_pools(self) -> int:
         """Return the bytes of all segments that belong to pools of CUDA graphs."""
+        segments = torch.cuda.memory_snapshot(include_traces=False) if self._is_read else ()
         self._pool_segments = [
             (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            for segment in segments
             if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == self._device.index
         ]
         return sum(size for _, size in self._pool_segments)
 
     def in_pool(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in the pool of a CUDA graph."""
-        if torch.cuda.is_current_stream_capturing():
-            return True
+        if not self._is_read or torch.cuda.is_current_stream_capturing():
+            return self._is_read
         address = storage_address(tensor)
         return any(start <= address < start + size for start, size in self._pool_segments)
 

@@ -161,11 +161,10 @@ class _GraphTask:
         self._arrived: dict[Any, list[Tensor | None]] = {}  # a gradient for each input of a node, None for no gradient
         self._ready: list[tuple[int, int, Any]] = []  # a heap, highest sequence number first, then in order of arrival
         self._order = count()
-        self._roots = {edge.node for edge in roots if not self._dependencies[edge.node]}
+        for root in {edge.node for edge in roots if not self._dependencies[edge.node]}:
+            self._push(root)
 
     def __iter__(self) -> Iterator[tuple[Any, list[Tensor | None]]]:
-        for root in self._roots:
-            self._push(root)
         while self._ready:
             node = heapq.heappop(self._ready)[-1]
             yield node, self._arrived.pop(node, [])

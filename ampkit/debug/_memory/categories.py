@@ -71,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         self._inputs = inputs
         self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
-        self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
+        self._untracked = UntrackedMemory(device, device.type == "cuda" and reads_device)
         self._exit = ExitStack()
         self._timeline = Timeline()
         self._allocations: dict[int, Allocation] = {}  # by `_storage_key`
@@ -93,8 +93,7 @@ class MemoryTracker(TorchDispatchMode):
     supports_higher_order_operators = True  # torch.cond and flex_attention are one operation each
 
     def __enter__(self) -> "MemoryTracker":
-        if self._untracked is not None:
-            self._untracked.read_pools()  # so that tensors in them are not counted once more
+        self._untracked.read_pools()  # so that tensors in them are not counted once more
         self._categorize_state()
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
@@ -228,7 +227,7 @@ class MemoryTracker(TorchDispatchMode):
         sources = tensors_in((args, kwargs))
         self.add_inputs(sources)
         module, line = self._module_and_line(node)
-        reads_device = self._untracked is not None and self._untracked.begin_operation(self._timeline.level)
+        reads_device = self._untracked.begin_operation(self._timeline.level)
         with autocast_of_parts(func):
             result = func(*args, **kwargs)
         # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
@@ -272,7 +271,6 @@ class MemoryTracker(TorchDispatchMode):
 
     def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
         """Record what an operation took, and what the new allocations of its results do not account for."""
-        assert self._untracked is not None
         kept, passing = self._untracked.end_operation(self._timeline.level)
         if new and 0 < kept <= SMALL:  # the remainder of a large block that the allocator did not split
             self._timeline.resize(max(new, key=lambda allocation: allocation.bytes), kept)
@@ -283,8 +281,7 @@ class MemoryTracker(TorchDispatchMode):
         self._timeline.resize(workspace, -workspace.bytes)
 
     def _read_pools(self) -> None:
-        if self._untracked is not None:
-            self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
+        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
 
     # --------------------------------------------------------------------------------------------------- categories
 
@@ -325,7 +322,7 @@ class MemoryTracker(TorchDispatchMode):
         if allocation := self._allocations.get(key):
             if category != "input" and allocation.category != "parameter":
                 allocation.category, allocation.module = category, module or allocation.module
-        elif self._untracked is None or not self._untracked.in_pool(tensor):
+        elif not self._untracked.in_pool(tensor):
             allocation = self._track(key, tensor, Allocation(0, "", module, category=category))
             self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
 
@@ -342,9 +339,7 @@ class MemoryTracker(TorchDispatchMode):
     def _add_new(self, tensor: Tensor, module: str, line: str, is_forward: bool) -> Allocation | None:
         """Record a storage that an operation has made; return None if it is known, or not to be recorded."""
         key = self._storage_key(tensor)
-        if not key or key in self._allocations:
-            return None
-        if self._untracked is not None and self._untracked.in_pool(tensor):
+        if not key or key in self._allocations or self._untracked.in_pool(tensor):
             return None
         if is_forward:
             self._begin_phase("forward")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._text import dtype_name
-from .measurements import LARGEST, MAGNITUDE, MeasuredTensor
-from .statistics import BIAS, BINS, NONFINITE
+from .measurements import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE, MeasuredTensor
 
 _F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
 _F16_ZERO = -25  # values below 2**-25 are rounded to zero

@@ -13,8 +13,7 @@ from ..._torch.autograd.autograd import in_backward, newest_sequence_number, seq
 from ..._torch.compile import is_compiled, is_compiled_in_place
 from ..._torch.tensors.tensors import local_shard
 from ..._torch.tensors.tree import tensors_in
-from .measurements import DeviceStatistics, MeasuredTensor, Measurements
-from .statistics import is_measurable
+from .measurements import DeviceStatistics, MeasuredTensor, Measurements, is_measurable
 
 _OF_MODULES = ("input", "output", "grad_output", "grad_input")
 Edge = tuple[Any, int]  # a node of the autograd graph, and the number of one of its outputs

@@ -1,4 +1,4 @@
-"""Where the statistics of a step are kept: per tensor while it runs, then added up in one buffer on the device."""
+"""What is computed of one tensor, on its device, and where the statistics of a step are kept and added up."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,18 +6,77 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_dispatch_modes
-from ..._torch.tensors.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
-from .statistics import BINS, is_measurable, measure, nothing_measured
+from ..._torch.tensors.tensors import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_maximum_,
+    foreach_norm,
+    is_functorch_wrapped,
+    version,
+)
 
+BINS = 256  # one for each value of float32's 8 exponent bits; float16 and bfloat16 convert to float32 exactly
+BIAS = 127  # of float32's exponent: bin e holds the exponent e - 127; bin 0 holds zeros and float32's subnormals
+NONFINITE = BINS - 1  # the bin of inf and nan
 # Columns of the buffer, behind the counts by exponent.
 LARGEST = BINS  # the largest magnitude, inf or nan if a value is
 MAGNITUDE = BINS + 1  # for a parameter: the largest magnitude of its values, inf or nan if one is
 # Tensors that are recognized when they come again: the output of a module is often the input of the next one. Few
 # tensors are measured between the two.
 _REMEMBERED = 4
+
+
+def is_measurable(tensor: Tensor) -> bool:
+    """Return whether a tensor has floating-point values to look at: it is dense, plain, not packed and not empty."""
+    if (
+        tensor.dtype is torch.float4_e2m1fn_x2
+        or type(tensor) not in (Tensor, nn.Parameter)
+        or is_functorch_wrapped(tensor)
+        or tensor.is_nested
+    ):
+        return False
+    plain = tensor.layout is torch.strided and not tensor.is_inference()
+    return plain and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+
+
+def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many values of a tensor have which exponent, and its largest magnitude: inf or nan if a value is.
+
+    The tensor is read in three passes: cast, count, norm. The result is deterministic, and all of it can be captured:
+    only integers are counted, and no size depends on data. float64 is rounded to float32 first.
+
+    The counts are on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,), by exponent. The
+    largest magnitude has shape (), and is in float32, or in the tensor's own dtype if that is float16 or bfloat16.
+    Memory: four bytes per element. Sync: none.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # In the order of its memory, in which it is not copied if it fills that without gaps, in any layout.
+    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
+    floats = flat.to(torch.float32)
+    bits = floats.view(torch.int32)
+    if bits.is_cuda:
+        # Read as integers, floats are in the order of their exponents, with 2**23 integers to each exponent. histc
+        # computes the bin of an integer in int64 (ATen/native/cuda/SummaryOps.cu), as
+        # (bits + 2**31) * 512 // (2**32 - 1), which is the exponent of each value.
+        counts = torch.histc(bits, 2 * BINS, -(2**31), 2**31 - 1)
+    else:
+        exponents = bits.bitwise_right_shift(23).bitwise_and_(BINS - 1).long()
+        ones = torch.ones((), dtype=torch.int64).expand_as(exponents)
+        # Not bincount: torch marks the shape of its result as dependent on data, and the preflight reports that.
+        counts = torch.zeros(BINS, dtype=torch.int64).scatter_add_(0, exponents, ones)
+    source = floats if flat.dtype.itemsize != 2 else flat
+    return counts, torch.linalg.vector_norm(source, torch.inf)
+
+
+def nothing_measured(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what `measure` would of a tensor on this device without elements."""
+    on_cuda = device.type == "cuda"
+    counts = torch.zeros(2 * BINS if on_cuda else BINS, dtype=torch.int32 if on_cuda else torch.int64, device=device)
+    return counts, torch.zeros((), device=device)
 
 
 class MeasuredTensor(NamedTuple):
@@ -96,8 +155,7 @@ class AsyncCopies:
             return
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         host.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(source.device))
+        event = torch.cuda.current_stream(source.device).record_event()
         self.pending.append((number, host, event))
 
     def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:

@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -121,9 +122,8 @@ class _MemoryBlock:
     before: "_MemoryBlock | None" = None
     behind: "_MemoryBlock | None" = None
 
-    def order(self) -> tuple[int, int]:
-        """Return what free blocks are sorted by: of several that are as large, the lowest address comes first."""
-        return self.size, self.address
+
+_order = attrgetter("size", "address")  # of free blocks: of several that are as large, the lowest address comes first
 
 
 class CachingAllocator(Allocator):
@@ -136,7 +136,7 @@ class CachingAllocator(Allocator):
     def __init__(self) -> None:
         self.reserved = 0  # bytes of all segments, as `torch.cuda.memory_reserved` counts
         self._used: dict[int, _MemoryBlock] = {}
-        self._free: dict[bool, list[_MemoryBlock]] = {True: [], False: []}  # by `small`; sorted by `order`
+        self._free: dict[bool, list[_MemoryBlock]] = {True: [], False: []}  # by `small`; sorted by `_order`
         self._with_workspace: set[bool] = set()
 
     def allocate(self, key: int, size: int) -> int:
@@ -146,7 +146,7 @@ class CachingAllocator(Allocator):
         size = _whole(size, BLOCK)
         small = size <= SMALL
         free = self._free[small]
-        i = bisect_left(free, (size, 0), key=_MemoryBlock.order)
+        i = bisect_left(free, (size, 0), key=_order)
         if i < len(free):
             block = free.pop(i)
             block.free = False
@@ -172,7 +172,7 @@ class CachingAllocator(Allocator):
         for side in (block.before, block.behind):
             if side is not None and side.free:
                 free = self._free[side.small]
-                del free[bisect_left(free, side.order(), key=_MemoryBlock.order)]
+                del free[bisect_left(free, _order(side), key=_order)]
                 side.free = False
                 block, second = sorted((side, block), key=lambda part: part.address)
                 block.size += second.size
@@ -190,7 +190,7 @@ class CachingAllocator(Allocator):
 
     def _add_free(self, block: _MemoryBlock) -> None:
         block.free = True
-        insort(self._free[block.small], block, key=_MemoryBlock.order)
+        insort(self._free[block.small], block, key=_order)
 
 
 def _whole(size: int, unit: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._text import dtype_name
-from .measurements import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE, MeasuredTensor
+from .hooks import ModelHooks
+from .measurements import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE
 
 _F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
 _F16_ZERO = -25  # values below 2**-25 are rounded to zero
@@ -93,21 +94,16 @@ class NumericsRow(NamedTuple):
 class ObservedStep:
     """One observed step, and what its statistics say.
 
-    The buffer is a copy of that of `DeviceStatistics`, in host memory. Tensors and parameters are as in `ModelHooks`.
-    The order is that in which rows were measured; those of parameters come last. Dtypes are by row.
+    The buffer is a copy of that of `DeviceStatistics`, in host memory. The order is that in which rows were measured;
+    those of parameters come last. Dtypes are by row.
     """
 
     def __init__(
-        self,
-        step: int,
-        buffer: Tensor,
-        tensors: Sequence[MeasuredTensor],
-        parameters: Mapping[str, Mapping[str, int]],
-        order: Sequence[int],
-        dtypes: Mapping[int, torch.dtype],
+        self, step: int, buffer: Tensor, hooks: ModelHooks, order: Sequence[int], dtypes: Mapping[int, torch.dtype]
     ) -> None:
         self.step, self.scale = step, float(buffer[-1, 0]) or 1.0
-        self._tensors, self._parameters, self._dtypes = tensors, parameters, dtypes
+        tensors = hooks.tensors
+        self._tensors, self._parameters, self._dtypes = tensors, hooks.parameters, dtypes
         self._row_of = {(tensor.name, tensor.what): i for i, tensor in enumerate(tensors)}
         self._values = values = buffer[:-1]
         # Lists, by row: looking up single elements of a tensor would take milliseconds altogether.
@@ -116,9 +112,9 @@ class ObservedStep:
         self._subnormals: list[float] = values[:, 1 : _F16_NORMAL + BIAS].sum(1).tolist()
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
         self._largest: list[float] = values[:, LARGEST].tolist()
-        self.nonfinite = {i for i, count in enumerate(self._nonfinite) if count}  # rows with values that are inf or nan
-        self.overflowed = any(tensors[i].what == "gradient" for i in self.nonfinite)
-        for i in self.nonfinite:  # the counts of exponents tell the largest finite one
+        self.nonfinite_rows = {i for i, count in enumerate(self._nonfinite) if count}
+        self.overflowed = any(tensors[i].what == "gradient" for i in self.nonfinite_rows)
+        for i in self.nonfinite_rows:  # the counts of exponents tell the largest finite one
             finite = values[i, 1:NONFINITE].nonzero()
             self._largest[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
         self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
@@ -158,7 +154,7 @@ class ObservedStep:
         """
         if not self.overflowed:
             return None
-        bad = [i for i in self._order if i in self.nonfinite]
+        bad = [i for i in self._order if i in self.nonfinite_rows]
         first = next((i for i in bad if i not in harmless), None)
         if first is None:
             first = next(i for i in bad if self._tensors[i].what == "gradient")

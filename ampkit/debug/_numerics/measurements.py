@@ -72,13 +72,6 @@ def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return counts, torch.linalg.vector_norm(source, torch.inf)
 
 
-def nothing_measured(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what `measure` would of a tensor on this device without elements."""
-    on_cuda = device.type == "cuda"
-    counts = torch.zeros(2 * BINS if on_cuda else BINS, dtype=torch.int32 if on_cuda else torch.int64, device=device)
-    return counts, torch.zeros((), device=device)
-
-
 class MeasuredTensor(NamedTuple):
     """What one row of the statistics is about."""
 
@@ -201,8 +194,10 @@ class Measurements:
         """Do the same with this process's part of a tensor, which may be empty."""
         if part.numel():
             self.add(row, part)
-        elif not self.closed:
-            self._measured[row] = nothing_measured(self._statistics.buffer.device)
+        elif not self.closed:  # what `measure` would return, of no elements
+            device = self._statistics.buffer.device
+            size, dtype = (2 * BINS, torch.int32) if device.type == "cuda" else (BINS, torch.int64)
+            self._measured[row] = torch.zeros(size, dtype=dtype, device=device), torch.zeros((), device=device)
             self.dtypes[row] = part.dtype
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -248,14 +248,13 @@ class Numerics:
             self._observe_next |= self._skip_count is not None and float(count) > self._skip_count
             self._skip_count = float(count)
         for step, buffer in self._statistics_copies.take(wait=wait):
-            tensors, parameters = self._hooks.tensors, self._hooks.parameters
-            seen = ObservedStep(step, buffer, tensors, parameters, self._order, self._dtypes)
+            seen = ObservedStep(step, buffer, self._hooks, self._order, self._dtypes)
             self._observed += 1
             self._last = seen
             if seen.overflowed:
                 self._first_overflowed = self._first_overflowed or seen
             else:
-                self._harmless |= seen.nonfinite
+                self._harmless |= seen.nonfinite_rows
                 self._largest_gradient = max(self._largest_gradient or 0.0, seen.largest_unscaled_gradient())
                 self._first_underflow = self._first_underflow or seen.first_underflow()
 
@@ -282,8 +281,7 @@ class Numerics:
         self._take_copies(wait=True)
         last, safe = self._last, None if self._largest_gradient is None else safe_scale(self._largest_gradient)
         # Only now: later steps may have shown which tensors hold inf on purpose, as a mask does.
-        overflowed = self._first_overflowed
-        overflow = None if overflowed is None else overflowed.first_overflow(self._harmless)
+        overflow = self._first_overflowed and self._first_overflowed.first_overflow(self._harmless)
         scale = 1.0 if last is None else last.scale
         persists = last is not None and last.overflowed
         rows = () if last is None else tuple(last.rows())

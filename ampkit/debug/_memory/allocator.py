@@ -105,8 +105,10 @@ class UntrackedMemory:
 
     def in_pool(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in the pool of a CUDA graph."""
-        if not self._is_read or torch.cuda.is_current_stream_capturing():
-            return self._is_read
+        if not self._is_read:
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return True
         address = storage_address(tensor)
         return any(start <= address < start + size for start, size in self._pool_segments)
 

@@ -88,8 +88,6 @@ class MemoryTracker(TorchDispatchMode):
         self._steps = 0
         self._finds_steps = True  # by itself, as long as nobody calls `begin_step`
 
-    # ------------------------------------------------------------------------------------------------------ context
-
     supports_higher_order_operators = True  # torch.cond and flex_attention are one operation each
 
     def __enter__(self) -> "MemoryTracker":
@@ -120,7 +118,7 @@ class MemoryTracker(TorchDispatchMode):
             self._categorize_activations()
         self._exit.close()
         self._categorize_state()
-        self._read_pools()
+        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
         self._references.clear()  # what is freed after this is not recorded
 
     def at_node(self, node: Any) -> None:
@@ -190,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------- steps and phases
 
     def _mark_step(self, at: int | None = None) -> None:
-        self._read_pools()
+        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
         self._timeline.mark(f"step {self._steps}", at)
         self._steps += 1
         self._phase = ""
@@ -270,7 +268,7 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
 
     def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
-        """Record what an operation took, and what the new allocations of its results do not account for."""
+        """Record what an operation took beyond the allocations of its results, which are `new`."""
         kept, passing = self._untracked.end_operation(self._timeline.level)
         if new and 0 < kept <= SMALL:  # the remainder of a large block that the allocator did not split
             self._timeline.resize(max(new, key=lambda allocation: allocation.bytes), kept)
@@ -279,9 +277,6 @@ class MemoryTracker(TorchDispatchMode):
         workspace = Allocation(0, self._phase, module, line, category="temporary")
         self._timeline.resize(workspace, passing)
         self._timeline.resize(workspace, -workspace.bytes)
-
-    def _read_pools(self) -> None:
-        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
 
     # --------------------------------------------------------------------------------------------------- categories
 

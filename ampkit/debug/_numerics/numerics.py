@@ -281,7 +281,8 @@ class Numerics:
         self._take_copies(wait=True)
         last, safe = self._last, None if self._largest_gradient is None else safe_scale(self._largest_gradient)
         # Only now: later steps may have shown which tensors hold inf on purpose, as a mask does.
-        overflow = self._first_overflowed and self._first_overflowed.first_overflow(self._harmless)
+        overflowed = self._first_overflowed
+        overflow = None if overflowed is None else overflowed.first_overflow(self._harmless)
         scale = 1.0 if last is None else last.scale
         persists = last is not None and last.overflowed
         rows = () if last is None else tuple(last.rows())

@@ -8,8 +8,8 @@ from ._cycles.cycles import Cycles as Cycles
 from ._cycles.cycles import cycles as cycles
 from ._kernels.name_kernels import name_kernels as name_kernels
 from ._kernels.named_trace import ModuleTime as ModuleTime
+from ._kernels.named_trace import NamedKernel as NamedKernel
 from ._kernels.named_trace import NamedTrace as NamedTrace
-from ._kernels.spans import NamedKernel as NamedKernel
 from ._memory.forecast import forecast as forecast
 from ._memory.oom import on_oom as on_oom
 from ._memory.oom import snapshot as snapshot

@@ -29,14 +29,10 @@ class Syncs:
         unseen: the kinds of waits that cannot be found there.
     """
 
-    result: Any
-    checked_on: str
-    unseen: tuple[str, ...]
-
     def __init__(self) -> None:
-        self.result = None
-        self.checked_on = "cuda" if torch.cuda.is_available() else "cpu"
-        self.unseen = () if self.checked_on == "cuda" else _UNSEEN_ON_CPU
+        self.result: Any = None
+        self.checked_on: str = "cuda" if torch.cuda.is_available() else "cpu"
+        self.unseen: tuple[str, ...] = () if self.checked_on == "cuda" else _UNSEEN_ON_CPU
         self._preflight = Preflight(torch.device(self.checked_on), graphed=False)
         self._entered = False
 

@@ -110,8 +110,6 @@ class Trace:
                 rows.append(f"{sum(times for _, times in shown[_SHOWN:]):18}  on {len(shown) - _SHOWN} other lines")
         return "\n".join(rows)
 
-    # -------------------------------------------------------------------------------------------------- start and stop
-
     def start(self) -> "Trace":
         """Listen from now on, and return itself. Earlier events are kept.
 
@@ -178,8 +176,6 @@ class Trace:
             if not any(_listening.values()) and not others:
                 deactivate_gpu_trace()
 
-    # -------------------------------------------------------------------------------------------------------- an event
-
     def _on_event(self, kind: str, handles: tuple[int, ...], frame: FrameType) -> None:
         """Take an event. Never raises: torch would write the error to a log and go on."""
         if not self._listens:  # stopped while this event was on its way
@@ -191,8 +187,7 @@ class Trace:
             named = dict(zip(GPU_TRACE_KINDS[kind], handles, strict=True))
             event = TraceEvent(kind, line, time.perf_counter(), threading.get_ident(), **named)
             self._uncounted.append(event)
-            if self._counting.acquire(blocking=False):
-                self._count_and_release()
+            self._count(wait=False)
             # It is not called for what it does on the GPU itself: that would never end.
             if self._listener is not None and self._error is None and not getattr(self._in_listener, "now", False):
                 self._in_listener.now = True
@@ -203,17 +198,15 @@ class Trace:
         except BaseException as error:
             self._error = self._error or error
 
-    def _count(self) -> None:
-        self._counting.acquire()
-        self._count_and_release()
-
-    def _count_and_release(self) -> None:
-        """Count the events in the queue. The caller holds the lock, which is released at the end.
+    def _count(self, *, wait: bool = True) -> None:
+        """Count the events in the queue, or do nothing if they are being counted and this does not wait.
 
         Events come from several threads. They also come while another event is counted: counting makes objects, so
         Python may collect garbage there, which frees tensors. Such events are only put in the queue. The count that is
         under way takes them, or the next one.
         """
+        if not self._counting.acquire(blocking=wait):
+            return
         try:
             while self._uncounted:
                 event = self._uncounted.popleft()

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 import ampkit.debug
 from ampkit.debug import Numerics, NumericsReport
+from ampkit.debug._numerics.measurements import BIAS, BINS, NONFINITE, measure
 from ampkit.debug._numerics.report import F16_MAX, safe_scale
-from ampkit.debug._numerics.statistics import BIAS, BINS, NONFINITE, measure
 
 Engine = tuple[str, str]
 

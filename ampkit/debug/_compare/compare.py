@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..._arguments import check_callable, check_instance, read_all, real_number, wrong
-from .comparison import ComparedTensor, Comparison
-from .distance import distance
+from .comparison import ComparedTensor, Comparison, distance
 from .recording import record_run
 from .saved_state import SavedState
 

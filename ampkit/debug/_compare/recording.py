@@ -1,9 +1,8 @@
 """Which tensors of a run are recorded: outputs of modules, their gradients, and what the run leaves and returns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,23 +27,18 @@ class TensorId(NamedTuple):
         return f"{self.path or '(model)'}, {self.direction}"
 
 
-class HostCopy(NamedTuple):
-    """A copy in host memory, and the device on which its tensor was."""
+def record_run(
+    fn: Callable[[], Any], model: nn.Module | None, parts: Sequence[Any]
+) -> dict[TensorId, tuple[Tensor, torch.device]]:
+    """Call a function. Return copies in host memory, with the devices of the originals.
 
-    tensor: Tensor
-    device: torch.device
-
-
-def record_run(fn: Callable[[], Any], model: nn.Module | None, parts: Sequence[Any]) -> dict[TensorId, HostCopy]:
-    """Call a function, and return what it computed, left and returned, in this order.
-
-    Args:
-        fn: the function.
-        model: the module whose outputs and gradients are recorded.
-        parts: modules and optimizers whose tensors are recorded as they are after the run.
+    First come the outputs of the modules of `model` and their gradients, then the gradients of its parameters, then the
+    tensors of `parts` (modules and optimizers) as they are after the run, then those that the function returned.
     """
-    hooks = OutputHooks()
-    with hooks.on(model):
+    hooks = _OutputHooks()
+    with hooks.handles:
+        if model is not None:
+            hooks.put_on(model)
         result = fn()
     tensors = hooks.tensors
     if model is not None:
@@ -60,35 +54,26 @@ def record_run(fn: Callable[[], Any], model: nn.Module | None, parts: Sequence[A
     for path, leaf in tree_flatten_with_path(result)[0]:
         if isinstance(leaf, Tensor):
             tensors[TensorId("result", f"result{keystr(path)}")] = leaf
-    return {which: HostCopy(tensor.detach().to("cpu", copy=True), tensor.device) for which, tensor in tensors.items()}
+    return {which: (tensor.detach().to("cpu", copy=True), tensor.device) for which, tensor in tensors.items()}
 
 
-@dataclass(eq=False)
-class OutputHooks:
-    """Copies the outputs of modules and the gradients of these outputs, on their device, when they are computed.
+class _OutputHooks:
+    """Copies the outputs of modules and the gradients of these outputs, on their device, when they are computed."""
 
-    Attributes:
-        tensors: the copies, in the order in which they were computed.
-    """
+    def __init__(self) -> None:
+        self.tensors: dict[TensorId, Tensor] = {}  # the copies, in the order in which they were computed
+        self.handles = ExitStack()  # removes the hooks
+        self._calls: Counter[str] = Counter()
+        self._last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
 
-    tensors: dict[TensorId, Tensor] = field(default_factory=dict)
-    _calls: Counter[str] = field(default_factory=Counter)
-    _last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
-    _handles: ExitStack = field(default_factory=ExitStack)
-
-    @contextmanager
-    def on(self, model: nn.Module | None) -> Iterator[None]:
-        """Context in which the hooks are on the modules of `model`."""
+    def put_on(self, model: nn.Module) -> None:
         modules: dict[str, nn.Module] = {}  # by paths without wrappers; where a module is wrapped, it is the wrapper
-        if model is not None:
-            wrapped = _wrapped_paths(model)
-            for path, module in model.named_modules():
-                if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
-                    modules.setdefault(_without_wrappers(path, wrapped), module)
-        with ExitStack() as self._handles:
-            for path, module in modules.items():
-                self._handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
-            yield
+        wrapped = _wrapped_paths(model)
+        for path, module in model.named_modules():
+            if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
+                modules.setdefault(_without_wrappers(path, wrapped), module)
+        for path, module in modules.items():
+            self.handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
 
     def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or is_capturing():  # as in `_copy`
@@ -101,7 +86,7 @@ class OutputHooks:
                 self._copy(TensorId("forward", name, self._calls[path]), leaf)
                 if leaf.requires_grad:
                     hook = partial(self._copy, TensorId("backward", name, self._calls[path]))
-                    self._handles.callback(leaf.register_hook(hook).remove)
+                    self.handles.callback(leaf.register_hook(hook).remove)
 
     def _copy(self, which: TensorId, tensor: Tensor) -> None:
         if torch.compiler.is_compiling() or is_capturing():  # neither compiled code nor a graph may keep these copies

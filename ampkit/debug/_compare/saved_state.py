@@ -89,19 +89,18 @@ def _restorer(value: Any) -> Callable[[], Any]:
     if isinstance(value, Tensor):
         before = value.detach().clone()
         return lambda: value.copy_(before)
-    if isinstance(value, dict):
-        entries = {key: _restorer(entry) for key, entry in value.items()}
-        return lambda: _refilled(value, {key: put_back() for key, put_back in entries.items()})
-    if isinstance(value, (list, tuple)):
-        items = [_restorer(item) for item in value]
-        return lambda: _refilled(value, [put_back() for put_back in items])
-    return lambda: value
+    if not isinstance(value, (dict, list, tuple)):
+        return lambda: value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    restorers = {key: _restorer(item) for key, item in items}
 
+    def restore() -> Any:
+        content = {key: put_back() for key, put_back in restorers.items()}
+        if isinstance(value, dict):
+            value.clear()
+            value.update(content)
+        elif isinstance(value, list):
+            value[:] = content.values()
+        return value  # a tuple still holds the same objects, whose content is restored by now
 
-def _refilled(value: Any, content: Any) -> Any:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(content)
-    elif isinstance(value, list):
-        value[:] = content
-    return value  # a tuple still holds the same objects, whose content is restored by now
+    return restore

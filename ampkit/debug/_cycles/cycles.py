@@ -3,7 +3,7 @@
 import gc
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -100,14 +100,10 @@ class Cycles:
             if not sizes:
                 continue
             holds = next((text for kept, text in cycle.holds if not kept.isdisjoint(freed)), cycle.holds[0][1])
-            new = Cycle(cycle.loop, holds, cycle.lines, cycle.advice, len(sizes), sum(sizes))
-            key = new.loop, new.holds, new.lines
-            old = cycles.get(key)
-            cycles[key] = (
-                new
-                if old is None
-                else replace(old, tensors=old.tensors + new.tensors, bytes=old.bytes + new.bytes, count=old.count + 1)
-            )
+            key = cycle.loop, holds, cycle.lines
+            old = cycles.get(key) or Cycle(*key, cycle.advice, tensors=0, bytes=0, count=0)
+            tensors, size = old.tensors + len(sizes), old.bytes + sum(sizes)
+            cycles[key] = replace(old, tensors=tensors, bytes=size, count=old.count + 1)
         self.found = tuple(sorted(cycles.values(), key=lambda cycle: -cycle.bytes))
 
     def __str__(self) -> str:
@@ -159,29 +155,18 @@ def cycles(function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: 
     return found
 
 
-# -------------------------------------------------------------------------------------------- cycles among the garbage
-
-
 _Edges = list[list[int]]  # for each object, by number, the objects that it refers to
 _Storages = dict[StorageWeakRef, int]  # bytes of each storage
 
 
 class _DescribedCycle(NamedTuple):
-    """A cycle before it is known which of its tensors have no other owner. It refers to none of its objects.
-
-    Attributes:
-        loop: as in `Cycle`.
-        holds: for some tensors, the largest first, their storages and the text that `Cycle.holds` would be.
-        lines: as in `Cycle`.
-        advice: as in `Cycle`.
-        storages: those of all tensors.
-    """
+    """A `Cycle` before it is known which of its tensors have no other owner. It refers to none of its objects."""
 
     loop: str
-    holds: list[tuple[set[StorageWeakRef], str]]
+    holds: list[tuple[set[StorageWeakRef], str]]  # of some tensors, the largest first: storages, and `Cycle.holds`
     lines: tuple[str, ...]
     advice: str
-    storages: _Storages
+    storages: _Storages  # those of all tensors
 
 
 def _described_cycles(garbage: Sequence[object]) -> list[_DescribedCycle]:
@@ -189,18 +174,19 @@ def _described_cycles(garbage: Sequence[object]) -> list[_DescribedCycle]:
     number = {id(thing): i for i, thing in enumerate(garbage)}
     edges = [[number[key] for key in map(id, gc.get_referents(thing)) if key in number] for thing in garbage]
     tensors = {i: storages for i, thing in enumerate(garbage) if (storages := _storages_of(thing))}
-    holders = _reachable(_reversed(edges), tensors)
+    holders = set(_searched(_reversed(edges), tensors))
     described = []
     for objects in _strongly_connected(edges, holders):
-        kept = sorted(_reachable(edges, objects) & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
+        reached = _searched(edges, objects)
+        kept = sorted(reached.keys() & tensors.keys(), key=lambda i: -sum(tensors[i].values()))
         # The shortest cycle through the object that is nearest to a tensor. It begins with one that has a name.
-        nearest = _path(edges, objects, kept[0])[0]
+        nearest = _path(reached, kept[0])[0]
         onward = [i for i in edges[nearest] if i in objects]
-        cycle = [nearest, *_path(edges, onward, nearest, objects)[:-1]]
+        cycle = [nearest, *_path(_searched(edges, onward, objects), nearest)[:-1]]
         first = next((n for n, i in enumerate(cycle) if type(garbage[i]) not in UNNAMED_TYPES), 0)
         cycle = cycle[first:] + cycle[:first]
-        starts = [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle
-        paths = {i: [garbage[j] for j in _path(edges, starts, i)] for i in kept[:_CANDIDATES]}
+        reached = _searched(edges, [i for i in cycle if type(garbage[i]) not in UNNAMED_TYPES] or cycle)
+        paths = {i: [garbage[j] for j in _path(reached, i)] for i in kept[:_CANDIDATES]}
         things = [garbage[i] for i in cycle]
         described.append(
             _DescribedCycle(
@@ -235,9 +221,6 @@ def _storages_of(thing: object) -> _Storages:
     return dict(filter(None, map(weak_storage_of, tensors)))
 
 
-# ---------------------------------------------------------------------------------------------------- graph algorithms
-
-
 def _reversed(edges: _Edges) -> _Edges:
     back: _Edges = [[] for _ in edges]
     for i, following in enumerate(edges):
@@ -246,30 +229,25 @@ def _reversed(edges: _Edges) -> _Edges:
     return back
 
 
-def _reachable(edges: _Edges, starts: Iterable[int], within: Collection[int] | None = None) -> set[int]:
-    """Return the objects that can be reached from some objects, and these."""
-    seen, left = set(starts), list(starts)
-    while left:
-        new = {i for i in edges[left.pop()] if i not in seen and (within is None or i in within)}
-        seen |= new
-        left += new
-    return seen
-
-
-def _path(edges: _Edges, starts: Iterable[int], goal: int, within: Collection[int] | None = None) -> list[int]:
-    """Return a shortest path from one of some objects to another, both ends included."""
+def _searched(edges: _Edges, starts: Iterable[int], within: Collection[int] | None = None) -> dict[int, int | None]:
+    """Return the objects that can be reached from some, and these, each with the one before it on a shortest path."""
     previous: dict[int, int | None] = dict.fromkeys(starts)
     left = deque(previous)
-    while left[0] != goal:  # callers know that there is a path
+    while left:
         i = left.popleft()
-        new = [j for j in edges[i] if j not in previous and (within is None or j in within)]
-        previous.update(dict.fromkeys(new, i))
-        left.extend(dict.fromkeys(new))
-    path, at = [], previous[goal]
+        new = dict.fromkeys((j for j in edges[i] if j not in previous and (within is None or j in within)), i)
+        previous.update(new)
+        left.extend(new)
+    return previous
+
+
+def _path(previous: Mapping[int, int | None], goal: int) -> list[int]:
+    """Return the path on which `_searched` has reached an object, both ends included."""
+    path, at = [goal], previous[goal]
     while at is not None:
         path.append(at)
         at = previous[at]
-    return [*path[::-1], goal]
+    return path[::-1]
 
 
 def _strongly_connected(edges: _Edges, objects: set[int]) -> list[set[int]]:
@@ -292,7 +270,7 @@ def _strongly_connected(edges: _Edges, objects: set[int]) -> list[set[int]]:
     back, left, found = _reversed(edges), set(objects), []
     for i in reversed(order):
         if i in left:
-            component = _reachable(back, [i], left)
+            component = set(_searched(back, [i], left))
             left -= component
             if len(component) > 1 or i in edges[i]:
                 found.append(component)

@@ -3,7 +3,7 @@
 import gc
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -56,97 +56,74 @@ def chain(path: Sequence[object]) -> str:
     return " -> ".join(names)
 
 
-def _references(holder: object) -> Iterator[_Reference]:
+def _references(holder: Any) -> Iterator[_Reference]:
     """Yield all references of an object. Calls no repr, comparison or attribute access of the user's."""
-    for kind, references in _REFERENCES.items():
-        if issubclass(type(holder), kind):
-            yield from references(holder)
+    kind = type(holder)  # not isinstance, which may ask the object for its __class__
+    yield from _contents(holder, kind)
     attributes = own_table(holder) or {}
+    if issubclass(kind, BaseException):
+        for name in ("__traceback__", "__context__", "__cause__"):
+            yield f".{name}", (getattr(holder, name),)
+        for i, value in enumerate(holder.args):
+            yield f".args[{i}]", (holder.args, value)
+    if issubclass(kind, type):
+        for inner in gc.get_referents(vars(holder)):  # the dict, of which vars is a view
+            for name, value in vars(holder).items():
+                yield f".{name}", (inner, value)
+        for base in holder.__mro__:
+            yield ".__mro__", (holder.__mro__, base)
+    if issubclass(kind, nn.Module):
+        for table in module_tables(holder):
+            for name, value in table.items():
+                yield f".{name}", (table, value)
+                yield f".{name}", (attributes, table, value)
+    if issubclass(kind, Tensor):
+        yield ".grad_fn", (holder.grad_fn,)
     for name, value in attributes.items():
         yield f".{name}", (value,)  # without a dict between: from Python 3.11 on, objects have none until asked
         yield f".{name}", (attributes, value)
-    for cls in type(holder).__mro__:
+    for cls in kind.__mro__:
         for name, member in vars(cls).items():
             if type(member) is types.MemberDescriptorType:
                 with suppress(AttributeError):  # not set
                     yield f".{name}", (member.__get__(holder),)
-    yield ".__class__", (type(holder),)
+    yield ".__class__", (kind,)
 
 
-def _of_dict(holder: dict[Any, object]) -> Iterator[_Reference]:
-    for key, value in dict.items(holder):
-        yield f"[{key!r}]" if type(key) in (str, int) else f"[{type(key).__name__}]", (value,)
-        yield " key", (key,)
-
-
-def _of_sequence(holder: Any) -> Iterator[_Reference]:
-    plain = next(kind for kind in (list, tuple, deque) if isinstance(holder, kind))
-    for i, value in enumerate(plain.__iter__(holder)):  # a subclass may have an __iter__ of the user's
-        yield f"[{i}]", (value,)
-
-
-def _of_function(holder: types.FunctionType) -> Iterator[_Reference]:
-    for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
-        for value in gc.get_referents(cell):
-            yield f" closure cell {name!r}", (holder.__closure__, cell, value)
-        yield f" closure cell {name!r}", (holder.__closure__, cell)
-    for value in holder.__defaults__ or ():
-        yield " default argument", (holder.__defaults__, value)
-    for name, value in (holder.__kwdefaults__ or {}).items():
-        yield f" default of {name!r}", (holder.__kwdefaults__, value)
-
-
-def _of_frame(holder: types.FrameType) -> Iterator[_Reference]:
-    cells = [thing for thing in gc.get_referents(holder) if type(thing) is types.CellType]
-    for name, value in holder.f_locals.items():
-        yield f" local {name!r}", (value,)
-        for cell in cells:
-            if any(inside is value for inside in gc.get_referents(cell)):
-                yield f" local {name!r}", (cell, value)
-    yield " called by", (holder.f_back,)
-
-
-def _of_error(holder: BaseException) -> Iterator[_Reference]:
-    for name in ("__traceback__", "__context__", "__cause__"):
-        yield f".{name}", (getattr(holder, name),)
-    for i, value in enumerate(holder.args):
-        yield f".args[{i}]", (holder.args, value)
-
-
-def _of_class(holder: type) -> Iterator[_Reference]:
-    for inner in gc.get_referents(vars(holder)):  # the dict, of which vars is a view
-        for name, value in vars(holder).items():
-            yield f".{name}", (inner, value)
-    for base in holder.__mro__:
-        yield ".__mro__", (holder.__mro__, base)
-
-
-def _of_module(holder: nn.Module) -> Iterator[_Reference]:
-    attributes = own_table(holder) or {}
-    for table in module_tables(holder):
-        for name, value in table.items():
-            yield f".{name}", (table, value)
-            yield f".{name}", (attributes, table, value)
-
-
-_REFERENCES: dict[type, Callable[[Any], Iterable[_Reference]]] = {
-    dict: _of_dict,
-    list: _of_sequence,
-    tuple: _of_sequence,
-    deque: _of_sequence,
-    set: lambda holder: ((" element", (value,)) for value in holder),
-    types.FunctionType: _of_function,
-    types.CellType: lambda holder: ((" of a closure", (value,)) for value in gc.get_referents(holder)),
-    types.FrameType: _of_frame,
-    types.TracebackType: lambda holder: [(".tb_next", (holder.tb_next,))],
-    BaseException: _of_error,
-    type: _of_class,
-    nn.Module: _of_module,
-    Tensor: lambda holder: [(".grad_fn", (holder.grad_fn,))],
-}
-
-
-# ----------------------------------------------------------------------------------------------------- names of objects
+def _contents(holder: Any, kind: type) -> Iterator[_Reference]:
+    """Yield the references of a container, function, cell, frame or traceback; nothing for other kinds."""
+    if issubclass(kind, dict):
+        for key, value in dict.items(holder):
+            yield f"[{key!r}]" if type(key) in (str, int) else f"[{type(key).__name__}]", (value,)
+            yield " key", (key,)
+    elif plain := next((each for each in (list, tuple, deque) if issubclass(kind, each)), None):
+        for i, value in enumerate(plain.__iter__(holder)):  # a subclass may have an __iter__ of the user's
+            yield f"[{i}]", (value,)
+    elif issubclass(kind, set):
+        for value in holder:
+            yield " element", (value,)
+    elif kind is types.FunctionType:
+        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
+            for value in gc.get_referents(cell):
+                yield f" closure cell {name!r}", (holder.__closure__, cell, value)
+            yield f" closure cell {name!r}", (holder.__closure__, cell)
+        for value in holder.__defaults__ or ():
+            yield " default argument", (holder.__defaults__, value)
+        for name, value in (holder.__kwdefaults__ or {}).items():
+            yield f" default of {name!r}", (holder.__kwdefaults__, value)
+    elif kind is types.CellType:
+        for value in gc.get_referents(holder):
+            yield " of a closure", (value,)
+    elif kind is types.FrameType:
+        cells = [thing for thing in gc.get_referents(holder) if type(thing) is types.CellType]
+        for name, value in holder.f_locals.items():
+            yield f" local {name!r}", (value,)
+            for cell in cells:
+                if any(inside is value for inside in gc.get_referents(cell)):
+                    yield f" local {name!r}", (cell, value)
+        yield " called by", (holder.f_back,)
+    elif kind is types.TracebackType:
+        yield ".tb_next", (holder.tb_next,)
 
 
 def _name(thing: Any) -> str:

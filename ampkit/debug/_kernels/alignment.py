@@ -17,15 +17,31 @@ def certain_places(found: Sequence[str], known: Sequence[str]) -> list[list[int]
     """
     if list(found) == list(known):
         return [[i] for i in range(len(found))]
-    band = max(1, abs(len(found) - len(known)))
+    places: list[list[int]] = [[] for _ in found]
+    shift = len(known) - len(found)
+    band = max(1, abs(shift))
     while (len(found) + 1) * (2 * band + 1) <= _MOST_CELLS:
         before = _costs(found, known, band)
-        cost = before[len(found)][len(known) - len(found) + band]
+        cost = before[len(found)][shift + band]
         if cost <= band:  # otherwise a cheaper alignment may lie outside of the band
-            behind = _costs(found[::-1], known[::-1], band)
-            return _in_all(found, known, band, cost, before, behind)
+            break
         band *= 2
-    return [[] for _ in found]
+    else:
+        return places
+    behind = _costs(found[::-1], known[::-1], band)
+    pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by how many pairs come before, in an alignment
+    for i, name in enumerate(found):
+        for place in range(max(0, band - i), min(2 * band + 1, len(known) - i + band)):
+            j = place + i - band
+            mirrored = shift - (j - i) + band  # what is behind both names, in the table of the reversed sequences
+            if name != known[j] or not 0 <= mirrored <= 2 * band:
+                continue
+            if before[i][place] + behind[len(found) - i - 1][mirrored] == cost:
+                pairs[(i + j - before[i][place]) // 2].add((i, j))
+    for candidates in pairs.values():
+        if len({i for i, _ in candidates}) == 1:
+            places[next(iter(candidates))[0]] = sorted(j for _, j in candidates)
+    return places
 
 
 def _costs(found: Sequence[str], known: Sequence[str], band: int) -> list[list[int]]:
@@ -49,29 +65,3 @@ def _costs(found: Sequence[str], known: Sequence[str], band: int) -> list[list[i
         rows.append(row)
         above = row
     return rows
-
-
-def _in_all(
-    found: Sequence[str],
-    known: Sequence[str],
-    band: int,
-    cost: int,
-    before: list[list[int]],
-    behind: list[list[int]],
-) -> list[list[int]]:
-    """Return the places of the names that every alignment of this cost gives a place."""
-    pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by how many pairs come before, in an alignment
-    shift = len(known) - len(found)
-    for i, name in enumerate(found):
-        for place in range(max(0, band - i), min(2 * band + 1, len(known) - i + band)):
-            j = place + i - band
-            mirrored = shift - (j - i) + band  # what is behind both names, in the table of the reversed sequences
-            if name != known[j] or not 0 <= mirrored <= 2 * band:
-                continue
-            if before[i][place] + behind[len(found) - i - 1][mirrored] == cost:
-                pairs[(i + j - before[i][place]) // 2].add((i, j))
-    places: list[list[int]] = [[] for _ in found]
-    for candidates in pairs.values():
-        if len({i for i, _ in candidates}) == 1:
-            places[next(iter(candidates))[0]] = sorted(j for _, j in candidates)
-    return places

@@ -10,8 +10,7 @@ from ..._capture.graph.kernel_names import GRAPH_MARK, KernelTable
 from ..._capture.graph.profiled_calls import Call, Owner, ProfiledCalls
 from ..._capture.graph.profiled_trace import checked_trace, read_trace
 from .alignment import certain_places
-from .named_trace import NamedTrace
-from .spans import NamedKernel, row_of_modules
+from .named_trace import NamedKernel, NamedTrace, row_of_modules
 
 
 class Annotated(Protocol):

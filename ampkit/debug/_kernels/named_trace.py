@@ -1,18 +1,41 @@
-"""A trace whose kernels have names: its table of modules, and the file that it is written to."""
+"""A trace whose kernels have names: its table of modules, its row of modules, and the file that it is written to."""
 
 import gzip
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..._arguments import check_at_least
 from ..._text import grid
-from .spans import NamedKernel
 
 _SHOWN = 20  # rows of the printed table
+_PROCESS = "modules"  # where profilers have the number of a process; Kineto has "Spans" and "Traces" itself
+_ABOVE_GPUS = 4_999_999  # Kineto sorts GPU i at 5000000 + i (libkineto/src/output_json.cpp)
+
+
+class NamedKernel(NamedTuple):
+    """One kernel of a replay; on the CPU, one operation.
+
+    Attributes:
+        kernel: its name in the trace.
+        stream: "device 0, stream 7", or the thread of the CPU.
+        start: when it began, in microseconds of the trace.
+        us: how long it took, in microseconds.
+        phase: "forward", "backward" or "optimizer"; "" if it could not be matched.
+        module: the path of its module; "" outside of all modules, and if it could not be matched.
+        operation: the operation or, in backward, the autograd node; "" if it could not be matched.
+    """
+
+    kernel: str
+    stream: str
+    start: float
+    us: float
+    phase: str
+    module: str
+    operation: str
 
 
 class ModuleTime(NamedTuple):
@@ -93,12 +116,12 @@ class NamedTrace:
     def table(self, depth: int = 1) -> str:
         """Return the longest rows as a table, with one line for all others."""
         rows = self.rows(depth)
-        cells = [("phase", "module", "kernels", "us", "share")]
-        cells += [_cells(row.phase or "unmatched", row.module or "-", row) for row in rows[:_SHOWN]]
+        shown = [(row.phase or "unmatched", row.module or "-", *row[2:]) for row in rows[:_SHOWN]]
         if rest := rows[_SHOWN:]:
             kernels, us, share = (sum(column) for column in zip(*(row[2:] for row in rest), strict=True))
-            cells.append(_cells(f"{len(rest)} more", "", ModuleTime("", "", kernels, us, share)))
-        return "\n".join(grid(cells, 2))
+            shown.append((f"{len(rest)} more", "", kernels, us, share))
+        cells = [(phase, module, f"{n:.0f}", f"{us:.1f}", f"{share:.1%}") for phase, module, n, us, share in shown]
+        return "\n".join(grid([("phase", "module", "kernels", "us", "share"), *cells], 2))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table for JSON: rows of all modules, and what could not be matched."""
@@ -122,5 +145,41 @@ class NamedTrace:
         return "\n".join([head, self.table(depth), *left, *(f"not matched: {text}" for text in self.problems)])
 
 
-def _cells(phase: str, module: str, row: ModuleTime) -> tuple[str, str, str, str, str]:
-    return phase, module, f"{row.kernels:.0f}", f"{row.us:.1f}", f"{row.share:.1%}"
+def row_of_modules(replays: Sequence[Sequence[NamedKernel]]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a process with a row for each stream: spans of phase, modules and kernel, nested."""
+    about: dict[str, Any] = {"ph": "M", "pid": _PROCESS, "tid": 0, "ts": 0}
+    yield {**about, "name": "process_name", "args": {"name": "modules (ampkit)"}}
+    yield {**about, "name": "process_sort_index", "args": {"sort_index": _ABOVE_GPUS}}
+    for row, stream in enumerate(sorted({kernel.stream for replay in replays for kernel in replay})):
+        yield {**about, "name": "thread_name", "tid": row, "args": {"name": stream}}
+        for replay in replays:
+            kernels = sorted((k for k in replay if k.stream == stream), key=lambda kernel: kernel.start)
+            for name, start, end, args in _spans(kernels):
+                span = {"ph": "X", "cat": "ampkit", "name": name, "pid": _PROCESS, "tid": row, "ts": start}
+                yield {**span, "dur": round(end - start, 3), "args": args}
+
+
+def _spans(kernels: Sequence[NamedKernel]) -> Iterator[tuple[str, float, float, dict[str, str]]]:
+    """Yield name, start, end and arguments of the spans of one stream in one replay.
+
+    These are phases, around modules by their path, around kernels. A span lasts as long as kernels of the same module
+    follow.
+    """
+    opened: list[tuple[str, float]] = []
+    end = 0.0
+    for place, kernel in enumerate(kernels):
+        parts = kernel.module.split(".") if kernel.module else []
+        path = [kernel.phase, *(".".join(parts[: i + 1]) for i in range(len(parts)))] if kernel.phase else ["unmatched"]
+        same = 0
+        while same < min(len(path), len(opened)) and opened[same][0] == path[same]:
+            same += 1
+        while len(opened) > same:
+            yield *opened.pop(), end, {}
+        opened += [(name, kernel.start) for name in path[same:]]
+        # Kernels of one stream may overlap a little. Spans of one row must not.
+        following = kernels[place + 1].start if place + 1 < len(kernels) else kernel.start + kernel.us
+        end = min(kernel.start + kernel.us, max(following, kernel.start))
+        shown = {"module": kernel.module, "phase": kernel.phase, "operation": kernel.operation}
+        yield kernel.kernel, kernel.start, end, shown
+    while opened:
+        yield *opened.pop(), end, {}

@@ -1,11 +1,15 @@
-"""How many bytes an allocation takes: what was asked for on a CPU, what torch's caching allocator gives on CUDA."""
+"""How many bytes an allocation takes on a CPU and on CUDA, and what a CUDA device has taken for no tensor at all."""
 
 import os
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ..._torch.tensors.tensors import storage_address
 
 # From c10/cuda/CUDACachingAllocator.h, in bytes.
 BLOCK = 512  # kMinBlockSize: every size is a multiple of it
@@ -35,14 +39,11 @@ def cublas_workspace() -> int:
 class Allocator:
     """An allocator that takes exactly what a storage asks for, as the CPU's does."""
 
-    def allocate(self, key: int, size: int) -> int:
-        """Return the bytes that a new storage takes.
+    block = 1  # bytes; every size is rounded up to a multiple of it
 
-        Args:
-            key: identifies the storage until it is freed.
-            size: the bytes that it asks for.
-        """
-        return size
+    def allocate(self, key: int, size: int) -> int:
+        """Return the bytes that a new storage takes which asks for `size`. The key identifies it until it is freed."""
+        return _whole(size, self.block)
 
     def free(self, key: int) -> None:
         """Take back the memory of a storage."""
@@ -58,9 +59,58 @@ class RoundingAllocator(Allocator):
     What that takes beyond this is read from the device's statistics: see `UntrackedMemory`.
     """
 
-    def allocate(self, key: int, size: int) -> int:
-        """Return the size in whole blocks."""
-        return _whole(size, BLOCK)
+    block = BLOCK
+
+
+@dataclass(eq=False)
+class UntrackedMemory:
+    """Reads from the statistics of a CUDA device what belongs to no tracked tensor: workspaces, pools of graphs."""
+
+    _device: torch.device  # with its index
+    _is_read: bool  # otherwise nothing is untracked, as on a CPU
+    _allocated: int = 0  # where the operation began
+    _tracked: int = 0
+    _pool_segments: list[tuple[int, int]] = field(default_factory=list)  # address and size
+
+    def begin_operation(self, tracked: int) -> bool:
+        """Read the statistics before an operation, when so many bytes are tracked.
+
+        Return False, and do nothing, where nothing is read, and in a capture: there, all memory comes from the graph's
+        pool, which `read_pools` counts.
+        """
+        if not self._is_read or torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._allocated, self._tracked = torch.cuda.memory_allocated(self._device), tracked
+        return True
+
+    def end_operation(self, tracked: int) -> tuple[int, int]:
+        """Return the untracked bytes that the operation has kept, and those that it took only while it ran.
+
+        The tracked bytes are those with the results of the operation.
+        """
+        now = torch.cuda.memory_allocated(self._device)
+        kept = now - self._allocated - (tracked - self._tracked)
+        return kept, torch.cuda.max_memory_allocated(self._device) - max(now, self._allocated)
+
+    def read_pools(self) -> int:
+        """Return the bytes of all segments that belong to pools of CUDA graphs."""
+        segments = torch.cuda.memory_snapshot(include_traces=False) if self._is_read else ()
+        self._pool_segments = [
+            (segment["address"], segment["total_size"])
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == self._device.index
+        ]
+        return sum(size for _, size in self._pool_segments)
+
+    def in_pool(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the pool of a CUDA graph."""
+        if not self._is_read:
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        address = storage_address(tensor)
+        return any(start <= address < start + size for start, size in self._pool_segments)
 
 
 @dataclass(eq=False)
@@ -75,21 +125,20 @@ class _MemoryBlock:
     behind: "_MemoryBlock | None" = None
 
 
+_order = attrgetter("size", "address")  # of free blocks: of several that are as large, the lowest address comes first
+
+
 class CachingAllocator(Allocator):
     """A simulation of torch's caching allocator: one device, one stream, default settings.
 
     A storage takes the block that it lies in, which may be up to 1 MiB larger than what it asked for.
     `torch.cuda.memory_allocated` counts in the same way.
-
-    Attributes:
-        reserved: bytes of all segments, as `torch.cuda.memory_reserved` counts.
     """
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = 0  # bytes of all segments, as `torch.cuda.memory_reserved` counts
         self._used: dict[int, _MemoryBlock] = {}
-        self._free_sizes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # size and address, by `small`
-        self._free_blocks: dict[int, _MemoryBlock] = {}  # by address
+        self._free: dict[bool, list[_MemoryBlock]] = {True: [], False: []}  # by `small`; sorted by `_order`
         self._with_workspace: set[bool] = set()
 
     def allocate(self, key: int, size: int) -> int:
@@ -98,11 +147,11 @@ class CachingAllocator(Allocator):
             return 0
         size = _whole(size, BLOCK)
         small = size <= SMALL
-        sizes = self._free_sizes[small]
-        i = bisect_left(sizes, (size, 0))  # of several that are as large, the one at the lowest address
-        if i < len(sizes):
-            block = self._free_blocks[sizes[i][1]]
-            self._remove_free(block)
+        free = self._free[small]
+        i = bisect_left(free, (size, 0), key=_order)
+        if i < len(free):
+            block = free.pop(i)
+            block.free = False
         else:
             segment = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else _whole(size, _ROUND)
             block = _MemoryBlock(self.reserved, segment, small)
@@ -124,7 +173,9 @@ class CachingAllocator(Allocator):
             return
         for side in (block.before, block.behind):
             if side is not None and side.free:
-                self._remove_free(side)
+                free = self._free[side.small]
+                del free[bisect_left(free, _order(side), key=_order)]
+                side.free = False
                 block, second = sorted((side, block), key=lambda part: part.address)
                 block.size += second.size
                 block.behind = second.behind
@@ -141,14 +192,7 @@ class CachingAllocator(Allocator):
 
     def _add_free(self, block: _MemoryBlock) -> None:
         block.free = True
-        self._free_blocks[block.address] = block
-        insort(self._free_sizes[block.small], (block.size, block.address))
-
-    def _remove_free(self, block: _MemoryBlock) -> None:
-        block.free = False
-        del self._free_blocks[block.address]
-        sizes = self._free_sizes[block.small]
-        del sizes[bisect_left(sizes, (block.size, block.address))]
+        insort(self._free[block.small], block, key=_order)
 
 
 def _whole(size: int, unit: int) -> int:

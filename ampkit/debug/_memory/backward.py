@@ -40,30 +40,16 @@ _SOLE_OWNER_REFERENCES = 3
 
 @dataclass(eq=False)
 class _Saved:
-    """What stands for a tensor that a node has saved for backward. It is dropped when the node has run.
+    """What stands for a tensor that a node has saved for backward. It is dropped when the node has run."""
 
-    Args:
-        packed: the tensor, or what a pack hook has made of it.
-        unpack: the unpack hook, None for the tensor itself.
-    """
-
-    packed: Any
-    unpack: Callable[[Any], Tensor] | None = None
+    packed: Any  # the tensor, or what a pack hook has made of it
+    unpack: Callable[[Any], Tensor] | None = None  # the unpack hook, None for the tensor itself
     is_dropped: bool = False
-
-    def drop(self) -> None:
-        """Keep nothing any more: the closure of a checkpoint's hook has the arguments of the function."""
-        self.packed = self.unpack = None
-        self.is_dropped = True
 
 
 @dataclass(eq=False)
 class _PythonEngine:
-    """Runs the backward passes in `without_engine`.
-
-    Args:
-        on_node: called with each node before it runs, and with None after it.
-    """
+    """Runs the backward passes in `without_engine`."""
 
     _on_node: Callable[[Any], object]
     _saved: dict[int, list[weakref.ref[_Saved]]] = field(default_factory=dict)  # by the sequence number of the node
@@ -75,12 +61,8 @@ class _PythonEngine:
         return self._keep(newest_sequence_number(), _Saved(tensor))
 
     def hooks_for(self, hooks: Any) -> tuple[Callable[[Tensor], _Saved], Callable[[_Saved], Tensor]]:
-        """Return hooks that keep what the pack hook of other `saved_tensors_hooks` makes of a tensor.
-
-        Args:
-            hooks: of the user's, or of checkpointing. A node keeps the returned hook, which refers to them weakly.
-        """
-        entered = weakref.ref(hooks)
+        """Return hooks that keep what the pack hook of other `saved_tensors_hooks` makes of a tensor."""
+        entered = weakref.ref(hooks)  # weakly, because a node keeps the returned hook
 
         def pack(tensor: Tensor) -> _Saved:
             number, found = newest_sequence_number(), entered()  # the pack hook may make other nodes
@@ -151,19 +133,15 @@ class _PythonEngine:
     def _release(self, node: Any) -> None:
         for reference in self._saved.pop(sequence_number(node), ()):
             if (saved := reference()) is not None:
-                saved.drop()
+                # Nothing is kept any more: the closure of a checkpoint's hook has the arguments of the function.
+                saved.packed, saved.unpack, saved.is_dropped = None, None, True
 
 
 class _GraphTask:
     """One backward pass: which nodes have to run, in which order, and the gradients that have arrived for each.
 
-    Args:
-        roots: where it starts.
-        wanted: the gradients that are asked for; None for those of all leaves.
-        accumulates: whether gradients are accumulated into `.grad`. Otherwise they are `results`.
-
-    Attributes:
-        results: the gradients that were asked for, None for one that has not arrived.
+    It starts at the roots. `wanted` are the gradients that are asked for, None for those of all leaves. Unless it
+    accumulates gradients into `.grad`, they are `results`, None where one has not arrived.
     """
 
     def __init__(self, roots: list[GradientEdge], wanted: list[GradientEdge] | None, accumulates: bool) -> None:
@@ -183,11 +161,10 @@ class _GraphTask:
         self._arrived: dict[Any, list[Tensor | None]] = {}  # a gradient for each input of a node, None for no gradient
         self._ready: list[tuple[int, int, Any]] = []  # a heap, highest sequence number first, then in order of arrival
         self._order = count()
-        self._roots = {edge.node for edge in roots if not self._dependencies[edge.node]}
+        for root in {edge.node for edge in roots if not self._dependencies[edge.node]}:
+            self._push(root)
 
     def __iter__(self) -> Iterator[tuple[Any, list[Tensor | None]]]:
-        for root in self._roots:
-            self._push(root)
         while self._ready:
             node = heapq.heappop(self._ready)[-1]
             yield node, self._arrived.pop(node, [])
@@ -310,10 +287,7 @@ def without_engine(on_node: Callable[[Any], object]) -> Iterator[None]:
 
     Gradients are those of autograd's engine, and memory is freed when the engine would free it. Hooks on tensors are
     called if they are registered in the context, or on leaves. Hooks on nodes, such as those of
-    `register_full_backward_hook`, are not.
-
-    Args:
-        on_node: called with each node before it runs, and with None after it.
+    `register_full_backward_hook`, are not. `on_node` is called with each node before it runs, and with None after it.
     """
     engine = _PythonEngine(on_node)
     with (

@@ -1,5 +1,6 @@
 """Which category each allocation belongs to: decided by what becomes of it between its creation and its end."""
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,11 +25,10 @@ from ..._torch.tensors.tensors import local_shard, storage_of
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import UserLineFinder
-from .allocator import SMALL, Allocator
+from .allocator import SMALL, Allocator, UntrackedMemory
 from .backward import ACCUMULATE_GRAD
 from .profile import MemoryProfile
 from .timeline import Allocation, Timeline
-from .untracked import UntrackedMemory
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -39,12 +39,12 @@ class MemoryTracker(TorchDispatchMode):
     category in all of it.
 
     What torch.compile made runs as eager code in the context, so that its storages are seen. It runs compiled again
-    afterwards.
+    afterwards. Model and optimizers have hooks in the context.
 
     Args:
         device: the device whose memory is recorded.
-        model: its parameters and buffers are parameters, and its modules give paths. It has hooks in the context.
-        optimizers: their state is optimizer state. They have hooks in the context.
+        model: its parameters and buffers are parameters, and its modules give paths.
+        optimizers: their state is optimizer state.
         inputs: a tree of tensors that are the batch.
         entered: the frame that enters the context. No lines of its callers are named.
         allocator: says how many bytes a storage takes.
@@ -71,10 +71,11 @@ class MemoryTracker(TorchDispatchMode):
         self._inputs = inputs
         self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
-        self._untracked = UntrackedMemory(device) if device.type == "cuda" and reads_device else None
+        self._untracked = UntrackedMemory(device, device.type == "cuda" and reads_device)
         self._exit = ExitStack()
         self._timeline = Timeline()
-        self._allocations: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}  # by `_storage_key`
+        self._allocations: dict[int, Allocation] = {}  # by `_storage_key`
+        self._references: dict[int, weakref.ref[Any]] = {}  # by `_storage_key`; they tell when a storage is freed
         self._libraries = Allocation(0, "", category="temporary")
         self._pools = Allocation(0, "", category="graph pool")
         self._modules: list[str] = []  # paths of the modules whose forward runs, outermost first
@@ -87,13 +88,10 @@ class MemoryTracker(TorchDispatchMode):
         self._steps = 0
         self._finds_steps = True  # by itself, as long as nobody calls `begin_step`
 
-    # ------------------------------------------------------------------------------------------------------ context
-
     supports_higher_order_operators = True  # torch.cond and flex_attention are one operation each
 
     def __enter__(self) -> "MemoryTracker":
-        if self._untracked is not None:
-            self._untracked.read_pools()  # so that tensors in them are not counted once more
+        self._untracked.read_pools()  # so that tensors in them are not counted once more
         self._categorize_state()
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
@@ -110,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):
                 entered.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
                 entered.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
             self._exit = entered.pop_all()
-        self._timeline.start()
+        self._timeline.start = time.perf_counter()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         return self
 
@@ -120,8 +118,8 @@ class MemoryTracker(TorchDispatchMode):
             self._categorize_activations()
         self._exit.close()
         self._categorize_state()
-        self._read_pools()
-        self._allocations.clear()  # what is freed after this is not recorded
+        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
+        self._references.clear()  # what is freed after this is not recorded
 
     def at_node(self, node: Any) -> None:
         """Say which node of the autograd graph runs, in a backward without autograd's engine; None after the last."""
@@ -190,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------- steps and phases
 
     def _mark_step(self, at: int | None = None) -> None:
-        self._read_pools()
+        self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
         self._timeline.mark(f"step {self._steps}", at)
         self._steps += 1
         self._phase = ""
@@ -201,9 +199,7 @@ class MemoryTracker(TorchDispatchMode):
             self._mark_step(at=1)  # what a loop does before its first operation belongs to its first step
         if in_backward:
             self._begin_phase("backward")
-        elif self._in_optimizer:
-            self._begin_phase("optimizer")
-        elif self._phase == "backward" and not torch.is_grad_enabled():
+        elif self._in_optimizer or (self._phase == "backward" and not torch.is_grad_enabled()):
             self._begin_phase("optimizer")  # unscaling and clipping belong to it
 
     def _begin_phase(self, phase: str) -> None:
@@ -229,7 +225,7 @@ class MemoryTracker(TorchDispatchMode):
         sources = tensors_in((args, kwargs))
         self.add_inputs(sources)
         module, line = self._module_and_line(node)
-        reads_device = self._untracked is not None and self._untracked.begin_operation(self._timeline.level)
+        reads_device = self._untracked.begin_operation(self._timeline.level)
         with autocast_of_parts(func):
             result = func(*args, **kwargs)
         # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
@@ -247,12 +243,11 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
         self._follow_gathered()
         for tensor in buffers_of_collective(func, args, kwargs, in_backward):
-            if (key := self._storage_key(tensor)) in self._allocations:
-                buffer, _ = self._allocations[key]
+            if buffer := self._allocations.get(self._storage_key(tensor)):
                 buffer.category = buffer.category or "temporary"
         for tensor in tensors_in(result) if node is not None and node.name() == ACCUMULATE_GRAD else ():
-            if (key := self._storage_key(tensor)) in self._allocations:
-                gradient, _ = self._allocations[key]  # temporary before `fully_shard` reduces it
+            if gradient := self._allocations.get(self._storage_key(tensor)):
+                # It is temporary before `fully_shard` reduces it.
                 gradient.category = "temporary" if self._shards.is_whole(node.variable) else "gradient"
                 gradient.module = self._module_of_param.get(id(node.variable), gradient.module)
         return result
@@ -273,14 +268,7 @@ class MemoryTracker(TorchDispatchMode):
             self._update_size(tensor)
 
     def _add_untracked(self, new: list[Allocation], module: str, line: str) -> None:
-        """Record what an operation took and its results do not account for.
-
-        Args:
-            new: the allocations of its results.
-            module: the module that called it.
-            line: the line that called it.
-        """
-        assert self._untracked is not None
+        """Record what an operation took beyond the allocations of its results, which are `new`."""
         kept, passing = self._untracked.end_operation(self._timeline.level)
         if new and 0 < kept <= SMALL:  # the remainder of a large block that the allocator did not split
             self._timeline.resize(max(new, key=lambda allocation: allocation.bytes), kept)
@@ -289,10 +277,6 @@ class MemoryTracker(TorchDispatchMode):
         workspace = Allocation(0, self._phase, module, line, category="temporary")
         self._timeline.resize(workspace, passing)
         self._timeline.resize(workspace, -workspace.bytes)
-
-    def _read_pools(self) -> None:
-        if self._untracked is not None:
-            self._timeline.resize(self._pools, self._untracked.read_pools() - self._pools.bytes)
 
     # --------------------------------------------------------------------------------------------------- categories
 
@@ -321,7 +305,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _categorize_activations(self) -> None:
         """Make what forward made, and what is still there, activations unless they have a category."""
-        for allocation, _ in self._allocations.values():
+        for allocation in self._allocations.values():
             if allocation.phase == "forward":
                 allocation.category = allocation.category or "activation"
 
@@ -330,11 +314,10 @@ class MemoryTracker(TorchDispatchMode):
         key = self._storage_key(tensor)
         if not key:
             return
-        if key in self._allocations:
-            allocation, _ = self._allocations[key]
+        if allocation := self._allocations.get(key):
             if category != "input" and allocation.category != "parameter":
                 allocation.category, allocation.module = category, module or allocation.module
-        elif self._untracked is None or not self._untracked.in_pool(tensor):
+        elif not self._untracked.in_pool(tensor):
             allocation = self._track(key, tensor, Allocation(0, "", module, category=category))
             self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
 
@@ -351,9 +334,7 @@ class MemoryTracker(TorchDispatchMode):
     def _add_new(self, tensor: Tensor, module: str, line: str, is_forward: bool) -> Allocation | None:
         """Record a storage that an operation has made; return None if it is known, or not to be recorded."""
         key = self._storage_key(tensor)
-        if not key or key in self._allocations:
-            return None
-        if self._untracked is not None and self._untracked.in_pool(tensor):
+        if not key or key in self._allocations or self._untracked.in_pool(tensor):
             return None
         if is_forward:
             self._begin_phase("forward")
@@ -370,21 +351,21 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         allocation.shape, allocation.dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         allocation.requested = storage.nbytes()
-        self._allocations[key] = allocation, weakref.ref(storage, partial(self._on_free, key))
+        self._allocations[key] = allocation
+        self._references[key] = weakref.ref(storage, partial(self._on_free, key))
         return allocation
 
     def _on_free(self, key: int, reference: object) -> None:
-        allocation, _ = self._allocations.pop(key, (None, None))
-        if allocation is not None:
+        self._references.pop(key, None)
+        if allocation := self._allocations.pop(key, None):
             self._allocator.free(key)
             self._timeline.resize(allocation, -allocation.bytes)
 
     def _update_size(self, tensor: Tensor) -> None:
         """Record that an operation has resized a storage."""
-        if (key := self._storage_key(tensor)) not in self._allocations:
-            return
-        allocation, size = self._allocations[key][0], local_shard(tensor).untyped_storage().nbytes()
-        if size != allocation.requested:
+        key = self._storage_key(tensor)
+        allocation = self._allocations.get(key)
+        if allocation and allocation.requested != (size := local_shard(tensor).untyped_storage().nbytes()):
             allocation.requested = size
             self._allocator.free(key)
             self._timeline.resize(allocation, self._allocator.allocate(key, size) - allocation.bytes)

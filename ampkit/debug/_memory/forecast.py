@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._arguments import check_at_least, check_callable, check_choice, check_instance
+from ..._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
+from ..._capture.ranks.shards import is_sharded
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
 from ..._text import type_text
-from ..._torch.ranks.fake_ranks import fake_rank
+from ..._torch.ranks.fake_ranks import fake_rank, real_values
+from ..._torch.ranks.sharding import ShardedModules
 from ..._torch.tensors.fake_tensors import is_limit_of_fake_tensors
 from ..._torch.tensors.modes import TorchDispatchMode
 from ..._torch.tensors.operators import IN_PLACE_WITHOUT_META, READ
@@ -25,7 +27,6 @@ from ..._user_line import user_line
 from .allocator import Allocator, CachingAllocator
 from .backward import without_engine
 from .categories import MemoryTracker
-from .fake_shards import apply_shard, check_shard
 from .profile import MemoryProfile
 
 # In the errors of fake tensors on several devices, torch 2.11 and 2.15.
@@ -96,7 +97,7 @@ def forecast(
     """
     check_callable("debug.forecast", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     check_instance("debug.forecast", "model", model, nn.Module, "a torch.nn.Module")
-    check_shard(model, shard, ranks)
+    _check_shard(model, shard, ranks)
     check_instance("debug.forecast", "optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     check_choice("debug.forecast", "device", device, ("cuda", "cpu"))
     if not can_save_for_backward(device):
@@ -154,7 +155,7 @@ def _profile(
     if policy is not None and changes_model(policy):
         policy.apply(fake_model)
     if shard is not None:
-        apply_shard(fake_model, shard, device)
+        _apply_shard(fake_model, shard, device)
     pairs = zip(model.parameters(), fake_model.parameters(), strict=True)
     fake_optimizer = _optimizer_of(optimizer, {id(param): fake for param, fake in pairs}, device)
     on_cuda = device == "cuda"
@@ -205,11 +206,7 @@ class _FakeOptimizerStep(TorchDispatchMode):
 def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], device: str) -> torch.optim.Optimizer:
     """Return a copy of an optimizer over the fake parameters, with the state that it has before its first step.
 
-    Args:
-        optimizer: what to copy.
-        copies: the copies made so far, by the id of the original. The copy of the optimizer is added, and those of its
-            parameters that are not the model's.
-        device: where the copies are.
+    By the id of the original, `copies` has the copies made so far, and those made here are added.
     """
     made = copies[id(optimizer)] = copy.copy(optimizer)
     made.param_groups = []
@@ -230,23 +227,72 @@ def _optimizer_of(optimizer: torch.optim.Optimizer, copies: dict[int, Any], devi
         for param, state in optimizer.state.items():
             made.state[copies[id(param)]] = fake_copy(state, device)
     for name, value in vars(optimizer).items():
-        # A method among the attributes wraps the original's, as a scheduler wraps `step`. The copy needs none.
-        if name not in vars(made) and not hasattr(type(optimizer), name):
-            setattr(made, name, _attribute_of(optimizer, name, value, copies, device))
+        # What a subclass has added, which `Optimizer.__getstate__` leaves out. A method among it wraps the original's,
+        # as a scheduler wraps `step`. The copy needs none.
+        if name in vars(made) or hasattr(type(optimizer), name):
+            continue
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # an optimizer that it wraps
+                _optimizer_of(leaf, copies, device)
+            elif isinstance(leaf, Tensor) and id(leaf) not in copies:
+                copies[id(leaf)] = fake_copy(leaf, device)
+        try:
+            setattr(made, name, copy.deepcopy(value, copies))
+        except Exception as error:  # an attribute can be anything, and raise anything
+            raise ValueError(
+                f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
+                "Forecast with an optimizer without it."
+            ) from error
     return made
 
 
-def _attribute_of(optimizer: torch.optim.Optimizer, name: str, value: Any, copies: dict[int, Any], device: str) -> Any:
-    """Return a copy of an attribute that a subclass has added, which `Optimizer.__getstate__` leaves out."""
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.optim.Optimizer) and id(leaf) not in copies:  # an optimizer that it wraps
-            _optimizer_of(leaf, copies, device)
-        elif isinstance(leaf, Tensor) and id(leaf) not in copies:
-            copies[id(leaf)] = fake_copy(leaf, device)
-    try:
-        return copy.deepcopy(value, copies)
-    except Exception as error:  # an attribute can be anything, and raise anything
+def _check_shard(model: nn.Module, shard: object, ranks: object) -> None:
+    """Raise a `ValueError` for a model that is split already, or arguments of `forecast` with which none can be."""
+    if is_sharded(model) or len(ShardedModules(model)):
         raise ValueError(
-            f"debug.forecast: cannot copy {type(optimizer).__name__}.{name} ({type_text(value)}): {error}. "
-            "Forecast with an optimizer without it."
-        ) from error
+            "debug.forecast(model): it is under fully_shard, and such a model cannot be copied. Pass the model as it "
+            "was before, and the function that calls fully_shard on its blocks and on the model: "
+            "debug.forecast(loss_fn, model, optimizer, batch, shard=wrap, ranks=8). Or record a step: "
+            "ampkit.debug.memory(...)."
+        )
+    if shard is None and ranks is None:
+        return
+    if shard is None:
+        raise wrong("debug.forecast", "ranks", ranks, "shard=... beside it, a function that calls fully_shard")
+    check_callable("debug.forecast", "shard", shard, "shard(model) that calls fully_shard on modules of the model")
+    check_at_least("debug.forecast", "ranks", ranks, 1, "over how many ranks shard=... splits the model")
+    if not torch.distributed.is_available():
+        raise ValueError("debug.forecast(shard=...): this torch was built without torch.distributed. Use one with it.")
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "debug.forecast(shard=...): this process has a process group, and the forecast needs one of its own. Call "
+            "it before init_process_group, or in a process by itself, without torchrun."
+        )
+
+
+def _apply_shard(model: nn.Module, shard: Callable[[nn.Module], object], device: str) -> None:
+    """Have the user's function put the fake copy of a model under `fully_shard`.
+
+    Raises a `ValueError` if it has wrapped nothing, or if the parameters are not the same ones, or elsewhere.
+    """
+    shapes = [param.shape for param in model.parameters()]
+    with real_values():
+        shard(model)
+    modules = ShardedModules(model)
+    if not len(modules):
+        raise ValueError(
+            "debug.forecast(shard=...): it has not called fully_shard on the model that it was given, or on one of its "
+            "modules. Write shard=lambda model: fully_shard(model), for example."
+        )
+    if [param.shape for param in model.parameters()] != shapes:
+        raise ValueError(
+            "debug.forecast(shard=...): the model has other parameters afterwards, or in another order, so the "
+            "optimizer cannot be copied. Change the model before you make its optimizer. shard may only wrap modules."
+        )
+    for name, param in model.named_parameters():
+        if param.device.type != device:
+            raise ValueError(
+                f"debug.forecast(device={device!r}, shard=...): {name} is on {param.device} afterwards. Let shard make "
+                f"no mesh, or init_device_mesh({device!r}, ...), and use no CPUOffloadPolicy."
+            )
+    modules.keep_shards()

@@ -1,6 +1,7 @@
 """What is written when memory runs out: a folder that says what held it. The error goes on in any case."""
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -11,7 +12,6 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -151,66 +151,53 @@ def _is_oom(error: BaseException | None) -> bool:
     return False
 
 
-# ---------------------------------------------------------------------------------------------------------- the report
-
-
 def _write_report(folder: Path, error: BaseException, profile: MemoryProfile | Recorded | None) -> str:
     """Write what can be written, and return a note that says where it is and what is missing. Raises no `Exception`."""
-    report = _OomReport()
-    with report.part("the folder"):
-        report.path = _new_folder(folder, "oom")
-    if report.path is not None:
-        _write_parts(report, error, profile)
-    where = f"ampkit.debug.on_oom wrote {report.path}/summary.txt and more" if report.path else "ampkit.debug.on_oom"
-    note = ". Could not write ".join([where, "; ".join(report.missing)]) if report.missing else where
-    if report.missing:
+    note = "ampkit.debug.on_oom"
+    missing: list[str] = []
+    with _part("the folder", missing):
+        path = _new_folder(folder, "oom")
+        note = f"ampkit.debug.on_oom wrote {path}/summary.txt and more"
+        _write_parts(path, missing, error, profile)
+    if missing:
+        note += f". Could not write {'; '.join(missing)}"
         with contextlib.suppress(AmpkitWarning):  # where warnings are errors, it would hide the user's error
             warnings.warn(note, AmpkitWarning, stacklevel=users_level())
     return note
 
 
-@dataclass
-class _OomReport:
-    """A folder that is written part by part. A part that fails does not stop the others."""
-
-    path: Path | None = None
-    missing: list[str] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Context that takes an exception as a sign that this part is missing."""
-        try:
-            yield
-        except Exception as failure:
-            self.missing.append(f"{name} ({type(failure).__name__}: {failure})")
-
-    def write(self, name: str, data: bytes | str) -> None:
-        assert self.path is not None
-        (self.path / name).write_bytes(data.encode() if isinstance(data, str) else data)
+@contextlib.contextmanager
+def _part(name: str, missing: list[str]) -> Iterator[None]:
+    """Context that notes an exception as the reason why this part is missing. The other parts are still written."""
+    try:
+        yield
+    except Exception as failure:
+        missing.append(f"{name} ({type(failure).__name__}: {failure})")
 
 
-def _write_parts(report: _OomReport, error: BaseException, profile: MemoryProfile | Recorded | None) -> None:
+def _write_parts(
+    path: Path, missing: list[str], error: BaseException, profile: MemoryProfile | Recorded | None
+) -> None:
     sections: dict[str, str] = {}
     if torch.cuda.is_available():
-        with report.part("the allocator's snapshot"):
+        with _part("the allocator's snapshot", missing):
             taken = allocator_snapshot()  # first, before anything below changes it
             sections["Alive in the CUDA allocator, by the line that made it"] = _block_table(taken)
             for name, data in {"snapshot.pickle": pickle.dumps(taken), **allocator_pages(taken)}.items():
-                report.write(name, data)
-        with report.part("the summary of CUDA's memory"):
+                (path / name).write_bytes(data)
+        with _part("the summary of CUDA's memory", missing):
             sections["CUDA's memory"] = _cuda_summary()
     else:
-        report.missing.append("the allocator's snapshot and summary (there is no CUDA device)")
+        missing.append("the allocator's snapshot and summary (there is no CUDA device)")
     if profile is None:
-        report.missing.append("bytes by category (pass profile=, see ampkit.debug.memory)")
+        missing.append("bytes by category (pass profile=, see ampkit.debug.memory)")
     else:
-        with report.part("bytes by category"):
+        with _part("bytes by category", missing):
             known = profile.profile if isinstance(profile, Recorded) else profile
             sections = {"Bytes by category": known.table(_ROWS), **sections}
-            report.write("profile.json", json.dumps(known.to_dict()))
-            assert report.path is not None
-            memory_page(known, path=report.path / "memory.html")
-    with report.part("summary.txt"):
+            (path / "profile.json").write_text(json.dumps(known.to_dict()), encoding="utf-8")
+            memory_page(known, path=path / "memory.html")
+    with _part("summary.txt", missing):
         head = {
             "error": "".join(traceback.format_exception_only(type(error), error)).strip(),
             "line": user_line(error) or "none of the user's",
@@ -218,18 +205,17 @@ def _write_parts(report: _OomReport, error: BaseException, profile: MemoryProfil
             "process": f"rank {_rank()}, process {os.getpid()} on {platform.node()}",
             "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
             "command": " ".join(sys.argv),
-            "missing": "; ".join(report.missing) or "nothing",
+            "missing": "; ".join(missing) or "nothing",
         }
         parts = ["\n".join(f"{name}: {text}" for name, text in head.items())]
         parts += [f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items()]
-        report.write("summary.txt", "\n\n".join(parts) + "\n")
+        (path / "summary.txt").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _cuda_summary() -> str:
     """Return torch's summary of each device on which this process has reserved memory."""
-    used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
     parts = []
-    for index in used:
+    for index in (each for each in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(each)):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         parts.append(f"cuda:{index}, {name}: {size_text(free)} of {size_text(total)} free, with all processes\n")
@@ -239,26 +225,21 @@ def _cuda_summary() -> str:
 
 def _new_folder(folder: Path, name: str) -> Path:
     """Make a folder that nothing else has written to: no other rank, no earlier call and no other job."""
-    number = 1
-    while True:
+    for number in itertools.count(1):
         path = folder / (f"{name}-rank{_rank()}" + (f"-{number}" if number > 1 else ""))
         try:
             path.mkdir(parents=True)
+            break
         except FileExistsError:
             if not path.is_dir():
                 raise
-            number += 1
-        else:
-            return path
+    return path
 
 
 def _rank() -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return str(torch.distributed.get_rank())
     return os.environ.get("RANK", "0")  # as torchrun sets it
-
-
-# ------------------------------------------------------------------------------------------------------- the allocator
 
 
 def _block_table(taken: Mapping[str, Any]) -> str:

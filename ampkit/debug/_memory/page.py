@@ -10,7 +10,7 @@ from pathlib import Path
 from ..._arguments import check_path
 from ..._text import size_text
 from .plot_data import COLOURS, ByteAxis, PlottedProfile, plotted_profiles
-from .profile import CATEGORIES, MemoryProfile, profile_title
+from .profile import CATEGORIES, MemoryProfile, phases_at
 
 _HOLDERS = 25  # listed of each profile: about what fits on a screen
 _WIDTH, _HEIGHT = 720, 380  # of a timeline, in the units of its SVG
@@ -35,7 +35,7 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
     plotted = plotted_profiles("memory_page", (profile, *others))
     check_path("memory_page", "path", path)
     axis = ByteAxis.over(plotted)
-    title = "Memory of " + ", ".join(profile_title(one.profile) for one in plotted)
+    title = "Memory of " + ", ".join(one.title for one in plotted)
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f'<div class="panels">{"".join(_figure(one, axis) for one in plotted)}</div>',
@@ -48,19 +48,13 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
     Path(path).write_text(page, encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------------- the timelines
-
-
 def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
     """Return the timeline of one profile, the table of what is alive under the pointer, and the data of its script."""
     xs = [round(_x(plotted, x), 2) for x in plotted.x]
     when = []  # the time of each event, with the step and the phase that it belongs to
     for event, x in zip(plotted.events, plotted.x, strict=True):
-        begun = [mark for mark in plotted.profile.marks if mark.at <= event]
-        step = next((mark for mark in reversed(begun) if mark.name.startswith("step ")), None)
-        phase = begun[-1] if begun and begun[-1] is not step else None
         time = f"event {event}" if plotted.profile.forecast else f"{x:.3f} ms"
-        when.append(", ".join([time, *(mark.name for mark in (step, phase) if mark)]))
+        when.append(", ".join([time, *phases_at(plotted.profile.marks, event)]))
     data = {
         "x": xs,
         "when": when,
@@ -74,14 +68,10 @@ def _figure(plotted: PlottedProfile, axis: ByteAxis) -> str:
         for category in reversed(axis.categories)
     ]
     return (
-        f"<figure><figcaption>{_title(plotted)}</figcaption>{_svg(plotted, axis, xs)}"
+        f"<figure><figcaption>{html.escape(plotted.title)}</figcaption>{_svg(plotted, axis, xs)}"
         f'<table class="now"><caption></caption>{"".join(rows)}<tr><th>all</th><td></td></tr></table>'
         f'<script type="application/json">{script}</script></figure>'
     )
-
-
-def _title(plotted: PlottedProfile) -> str:
-    return html.escape(profile_title(plotted.profile))
 
 
 def _x(plotted: PlottedProfile, x: float) -> float:
@@ -127,7 +117,7 @@ def _svg(plotted: PlottedProfile, axis: ByteAxis, xs: Sequence[float]) -> str:
     text = f"peak {size_text(plotted.peak)}"
     parts.append(f'<text class="peak" x="{x + (-8 if label_left else 8):.1f}" {anchor}>{text}</text>')
     parts.append(f'<line class="cursor" y1="{_TOP}" y2="{bottom}"/>')
-    label = f"{_title(plotted)}: bytes alive by category, peak {size_text(plotted.peak)}"
+    label = f"{html.escape(plotted.title)}: bytes alive by category, peak {size_text(plotted.peak)}"
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
@@ -149,13 +139,10 @@ def _ticks(end: float) -> list[float]:
     return [float(f"{i * distance:.12g}") for i in range(int(end / distance) + 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------- the tables
-
-
 def _peak_table(plotted: Sequence[PlottedProfile]) -> str:
     """Return the table of bytes at the peak. From the second profile on, it adds the percentage of the first."""
     peaks = [{**one.profile.at_peak, "all": one.peak} for one in plotted]
-    heads = "".join(f"<th>{_title(one)}</th>" for one in plotted)
+    heads = "".join(f"<th>{html.escape(one.title)}</th>" for one in plotted)
     rows = []
     for name in [*(name for name in CATEGORIES if any(peak[name] for peak in peaks)), "all"]:
         first, *others = (peak[name] for peak in peaks)
@@ -175,7 +162,7 @@ def _holder_table(plotted: PlottedProfile) -> str:
         rows.append(f'<tr><td class="bytes">{size_text(holder.bytes)}</td>{cells}</tr>')
     hidden = len(plotted.profile.holders) - len(holders)
     more = f"<caption>{hidden} more are not listed</caption>" if hidden else ""
-    caption = f"<figcaption>{_title(plotted)}</figcaption>"
+    caption = f"<figcaption>{html.escape(plotted.title)}</figcaption>"
     return f'<figure>{caption}<table class="holders">{more}<tr>{heads}</tr>{"".join(rows)}</table></figure>'
 
 

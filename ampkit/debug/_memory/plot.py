@@ -6,7 +6,7 @@ from typing import Any
 from ..._arguments import check_path
 from ..._text import size_text
 from .plot_data import COLOURS, ByteAxis, PlottedProfile, plotted_profiles
-from .profile import MemoryProfile, profile_title
+from .profile import MemoryProfile
 
 # In a text column of 740 pixels, that of the documentation, this font is 12 pixels high.
 _WIDTH = 9.0  # inches
@@ -54,7 +54,7 @@ def _draw(axes: Any, plotted: PlottedProfile, axis: ByteAxis) -> None:
     first, last = plotted.x[0], plotted.x[-1]
     axes.set_xlim(first, last if last > first else first + 1)
     axes.set_xlabel(plotted.x_label, fontsize=_FONT)
-    axes.set_title(profile_title(plotted.profile), fontsize=_FONT, pad=34)
+    axes.set_title(plotted.title, fontsize=_FONT, pad=34)
     for mark in plotted.marks:
         style = {"linewidth": 0.8, "linestyle": "-"} if mark.is_step else {"linewidth": 0.5, "linestyle": ":"}
         axes.axvline(mark.x, color="black", **style)

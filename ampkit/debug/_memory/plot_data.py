@@ -6,17 +6,12 @@ from typing import NamedTuple
 
 from ..._arguments import check_instance
 from ..._text import unit_of
-from .profile import CATEGORIES, MemoryProfile
+from .profile import CATEGORIES, MemoryProfile, profile_title
 
 # The colours of Okabe and Ito, which people with any kind of colour vision can tell apart. Neighbours in the stack also
 # differ in lightness.
-COLOURS = dict(
-    zip(
-        CATEGORIES,
-        ("#0072B2", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
-        strict=True,
-    )
-)
+_OKABE_ITO = "#0072B2 #E69F00 #56B4E9 #009E73 #F0E442 #D55E00 #CC79A7 #999999"
+COLOURS = dict(zip(CATEGORIES, _OKABE_ITO.split(), strict=True))
 _POINTS = 1500  # events drawn of a profile: it is no wider in pixels
 # How far a label must be from the next one, as a part of the width: about what "step 10" and "optimizer" take.
 _STEP_ROOM, _PHASE_ROOM = 0.07, 0.1
@@ -24,59 +19,35 @@ _HEADROOM = 1.16  # end of the axis over the peak: it leaves a line of text for 
 
 
 class PlottedMark(NamedTuple):
-    """A line where a step or a phase begins.
-
-    Attributes:
-        x: where it is.
-        label: its name, "" where there is no room for it.
-        is_step: whether a step begins, not a phase.
-    """
+    """A line where a step or a phase begins."""
 
     x: float
-    label: str
+    label: str  # "" where there is no room for it
     is_step: bool
 
 
 class PlottedProfile(NamedTuple):
-    """A profile, reduced to as many events as can be seen.
-
-    Attributes:
-        profile: all of it.
-        events: indices of the events that are drawn.
-        x: where each of them is drawn.
-        x_label: what the x axis shows.
-        series: for each category, the bytes alive after each event that is drawn.
-        marks: where steps and phases begin.
-        peak: bytes at the peak.
-        peak_at: index of the event at the peak.
-        peak_x: where the peak is drawn.
-    """
+    """A profile, reduced to as many events as can be seen."""
 
     profile: MemoryProfile
-    events: list[int]
-    x: list[float]
+    title: str
+    events: list[int]  # indices of those that are drawn
+    x: list[float]  # where each of them is drawn
     x_label: str
-    series: dict[str, list[int]]
+    series: dict[str, list[int]]  # for each category, the bytes alive after each event that is drawn
     marks: list[PlottedMark]
-    peak: int
-    peak_at: int
+    peak: int  # bytes
+    peak_at: int  # index of its event
     peak_x: float
 
 
 class ByteAxis(NamedTuple):
-    """The y axis that all profiles of a plot share.
+    """The y axis that all profiles of a plot share."""
 
-    Attributes:
-        top: bytes at its end.
-        unit: bytes of its unit.
-        unit_name: such as "MiB".
-        categories: those that have any bytes in any of the profiles.
-    """
-
-    top: float
-    unit: int
-    unit_name: str
-    categories: list[str]
+    top: float  # bytes at its end
+    unit: int  # bytes
+    unit_name: str  # such as "MiB"
+    categories: list[str]  # those that have any bytes in any of the profiles
 
     @classmethod
     def over(cls, plotted: Sequence[PlottedProfile]) -> "ByteAxis":
@@ -87,15 +58,7 @@ class ByteAxis(NamedTuple):
 
 
 def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[PlottedProfile]:
-    """Return what is drawn of some profiles.
-
-    Args:
-        caller: the public function, for the message of an error.
-        profiles: the profiles.
-
-    Raises:
-        ValueError: a profile holds no events.
-    """
+    """Return what is drawn of some profiles. A `ValueError` of the public function says that one holds no events."""
     found = []
     for profile in profiles:
         check_instance(caller, "profile", profile, MemoryProfile, "what ampkit.debug.memory or forecast returned")
@@ -116,6 +79,7 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
         found.append(
             PlottedProfile(
                 profile=profile,
+                title=profile_title(profile),
                 events=events,
                 x=[places[i] for i in events],
                 x_label="allocations and frees, in order" if profile.forecast else "time, ms",
@@ -130,14 +94,10 @@ def plotted_profiles(caller: str, profiles: Sequence[MemoryProfile]) -> list[Plo
 
 
 def drawn_events(totals: Sequence[int], limit: int) -> list[int]:
-    """Return the indices of at most `limit` events that show the same curve.
+    """Return the indices of at most `limit` events that show the same curve of bytes.
 
     The events are cut into stretches of equal length. Of each, the first, the lowest and the highest event are drawn;
     of all, the last one too.
-
-    Args:
-        totals: the bytes alive after each event.
-        limit: how many events may be drawn.
     """
     if len(totals) <= limit:
         return list(range(len(totals)))

@@ -1,6 +1,6 @@
 """What a memory profile is: the bytes alive in each category over time, and the largest allocations at the peak."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,9 +97,7 @@ class MemoryProfile:
     @property
     def phase_at_peak(self) -> str:
         """The step and the phase in which the peak is, such as "step 1, backward"."""
-        before = [mark.name for mark in self.marks if mark.at <= self.peak_at]
-        step = max((i for i, name in enumerate(before) if name.startswith("step ")), default=-1)
-        return ", ".join(dict.fromkeys([*before[max(step, 0) : step + 1], *before[step + 1 :][-1:]])) or "before step 0"
+        return ", ".join(phases_at(self.marks, self.peak_at)) or "before step 0"
 
     def table(self, holders: int = 8) -> str:
         """Return a table of the bytes in each category at the peak, and a list of the largest allocations.
@@ -171,6 +169,13 @@ class MemoryProfile:
 def profile_title(profile: MemoryProfile) -> str:
     """Return `float16 on cuda:0, forecast`."""
     return f"{profile.label or 'memory'} on {profile.device}" + (", forecast" if profile.forecast else "")
+
+
+def phases_at(marks: Sequence[Mark], event: int) -> list[str]:
+    """Return the step and the phase that an event belongs to, such as `["step 1", "backward"]`."""
+    begun = [mark.name for mark in marks if mark.at <= event]
+    steps = [name for name in begun if name.startswith("step ")]
+    return list(dict.fromkeys([*steps[-1:], *begun[-1:]]))
 
 
 def mib(size: int) -> str:

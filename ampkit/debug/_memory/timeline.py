@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -15,26 +14,18 @@ _HOLDERS = 100  # kept in a profile: more than any table or page shows
 class Allocation:
     """The memory of a storage, or memory that belongs to no tensor.
 
-    Attributes:
-        bytes: how much it takes now.
-        phase: what made it: "forward", "backward", "optimizer", or "recomputation" for what checkpointing makes again
-            in backward; "" if it was there before or if nothing of the step had begun.
-        module: path of the module that made it.
-        line: the user's line that made it.
-        shape: shape of the tensor that it was made for.
-        dtype: dtype of the tensor that it was made for.
-        category: one of `CATEGORIES`, "" as long as it is not known.
-        requested: the bytes that were asked for. It may take more.
+    The phase is what made it: "forward", "backward", "optimizer", or "recomputation" for what checkpointing makes again
+    in backward; "" if it was there before or if nothing of the step had begun. See `Holder` for the other fields.
     """
 
-    bytes: int
+    bytes: int  # that it takes now
     phase: str
     module: str = ""
     line: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    category: str = ""
-    requested: int = 0
+    category: str = ""  # "" as long as it is not known
+    requested: int = 0  # the bytes that were asked for; it may take more
 
     @property
     def final_category(self) -> str:
@@ -42,30 +33,15 @@ class Allocation:
         return self.category or ("autograd detail" if self.phase == "backward" else "temporary")
 
 
-class _SizeChange(NamedTuple):
-    time: float
-    allocation: Allocation
-    bytes: int
-
-
 @dataclass(eq=False)
 class Timeline:
-    """Allocations over time.
+    """Allocations over time."""
 
-    Attributes:
-        level: the bytes that are alive now.
-        marks: where steps and their phases begin.
-    """
-
-    level: int = 0
-    marks: list[Mark] = field(default_factory=list)
-    _start: float = 0.0
+    level: int = 0  # bytes that are alive now
+    marks: list[Mark] = field(default_factory=list)  # where steps and their phases begin
+    start: float = 0.0  # of the times, in seconds of `time.perf_counter()`
     _existing: list[tuple[Allocation, int]] = field(default_factory=list)
-    _changes: list[_SizeChange] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Begin to count the time."""
-        self._start = time.perf_counter()
+    _changes: list[tuple[float, Allocation, int]] = field(default_factory=list)  # when, of what, by how many bytes
 
     def add_existing(self, allocation: Allocation, size: int) -> None:
         """Add an allocation that was there before the start."""
@@ -78,15 +54,10 @@ class Timeline:
         if by:
             allocation.bytes += by
             self.level += by
-            self._changes.append(_SizeChange(time.perf_counter(), allocation, by))
+            self._changes.append((time.perf_counter(), allocation, by))
 
     def mark(self, name: str, at: int | None = None) -> None:
-        """Record that a step or a phase begins.
-
-        Args:
-            name: "step 0", "forward", "backward", "optimizer".
-            at: index of the first event that belongs to it, by default the next one.
-        """
+        """Record that a step or a phase begins, at the event with index `at`, by default the next one."""
         # Event 0 of a profile is what was there before, so the first change is event 1.
         self.marks.append(Mark(len(self._changes) + 1 if at is None else at, name))
 
@@ -107,7 +78,7 @@ class Timeline:
         return MemoryProfile(
             label=label,
             device=str(device),
-            times_ms=(0.0, *((change.time - self._start) * 1e3 for change in self._changes)),
+            times_ms=(0.0, *((when - self.start) * 1e3 for when, _, _ in self._changes)),
             series=dict(zip(CATEGORIES, zip(*levels, strict=True), strict=True)),
             marks=tuple(self.marks),
             holders=tuple(

@@ -1,14 +1,16 @@
 """What the statistics of a step say: where it first overflowed or underflowed, and which gradient is the largest."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..._text import dtype_name
-from .measurements import LARGEST, MAGNITUDE, MeasuredTensor, StepStatistics
-from .statistics import BIAS, BINS, NONFINITE
+from .hooks import ModelHooks
+from .measurements import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE
 
 _F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
 _F16_ZERO = -25  # values below 2**-25 are rounded to zero
@@ -92,36 +94,29 @@ class NumericsRow(NamedTuple):
 class ObservedStep:
     """One observed step, and what its statistics say.
 
-    Args:
-        statistics: the numbers.
-        tensors: what each row of them is about.
-        parameters: the rows of each module's parameters, as in `ModelHooks`.
-        order: the rows that were measured, in the order of time; those of parameters come last.
-        dtypes: the dtypes of the measured tensors, by row.
+    The buffer is a copy of that of `DeviceStatistics`, in host memory. The order is that in which rows were measured;
+    those of parameters come last. Dtypes are by row.
     """
 
     def __init__(
-        self,
-        statistics: StepStatistics,
-        tensors: Sequence[MeasuredTensor],
-        parameters: Mapping[str, Mapping[str, int]],
-        order: Sequence[int],
-        dtypes: Mapping[int, torch.dtype],
+        self, step: int, buffer: Tensor, hooks: ModelHooks, order: Sequence[int], dtypes: Mapping[int, torch.dtype]
     ) -> None:
-        self.step, self.scale = statistics.step, statistics.scale
-        self._tensors, self._parameters, self._dtypes = tensors, parameters, dtypes
+        self.step, self.scale = step, float(buffer[-1, 0]) or 1.0
+        tensors = hooks.tensors
+        self._tensors, self._parameters, self._dtypes = tensors, hooks.parameters, dtypes
         self._row_of = {(tensor.name, tensor.what): i for i, tensor in enumerate(tensors)}
-        self._values = values = statistics.values
+        self._values = values = buffer[:-1]
         # Lists, by row: looking up single elements of a tensor would take milliseconds altogether.
         self._counts: list[float] = values[:, :BINS].sum(1).tolist()
         self._zeros: list[float] = values[:, 0].tolist()
         self._subnormals: list[float] = values[:, 1 : _F16_NORMAL + BIAS].sum(1).tolist()
         self._nonfinite: list[float] = values[:, NONFINITE].tolist()
         self._largest: list[float] = values[:, LARGEST].tolist()
-        for i, nonfinite in enumerate(self._nonfinite):
-            if nonfinite:  # the counts of exponents tell the largest finite one
-                finite = values[i, 1:NONFINITE].nonzero()
-                self._largest[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
+        self.nonfinite_rows = {i for i, count in enumerate(self._nonfinite) if count}
+        self.overflowed = any(tensors[i].what == "gradient" for i in self.nonfinite_rows)
+        for i in self.nonfinite_rows:  # the counts of exponents tell the largest finite one
+            finite = values[i, 1:NONFINITE].nonzero()
+            self._largest[i] = 2.0 ** (int(finite[-1]) + 1 - BIAS) if len(finite) else 0.0
         self._magnitudes: list[float] = values[:, MAGNITUDE].tolist()
         place = {row: float(i) for i, row in enumerate(order)}
         for i in order:  # the gradient of a parameter belongs to the backward of its module
@@ -131,49 +126,38 @@ class ObservedStep:
 
     def rows(self) -> list[NumericsRow]:
         """Return the statistics in the order of time."""
-        return [self._row(i) for i in self._order]
-
-    def _row(self, i: int) -> NumericsRow:
-        tensor, counts = self._tensors[i], self._values[i, :BINS]
-        exponents: dict[int, int] = {}
-        for number in counts[1:NONFINITE].nonzero().flatten().tolist():
-            exponent = min(max(number + 1 - BIAS, _LOWEST), _HIGHEST)
-            exponents[exponent] = exponents.get(exponent, 0) + int(counts[number + 1])
-        return NumericsRow(
-            name=tensor.name,
-            what=tensor.what,
-            dtype=dtype_name(self._dtypes[i]),
-            count=int(self._counts[i]),
-            largest=self._largest[i],
-            nonfinite=int(self._nonfinite[i]),
-            zeros=int(self._zeros[i]),
-            subnormal=int(self._subnormals[i]),
-            flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
-            exponents=exponents,
-        )
-
-    # ------------------------------------------------------------------------------------------------------- overflow
-
-    def nonfinite(self) -> set[int]:
-        """Return the rows of tensors with values that are inf or nan."""
-        return {i for i, count in enumerate(self._nonfinite) if count}
-
-    def overflowed(self) -> bool:
-        """Return whether the gradient of a parameter is not finite."""
-        return any(self._tensors[i].what == "gradient" for i in self.nonfinite())
+        rows = []
+        for i in self._order:
+            counts = self._values[i, :BINS]
+            exponents: Counter[int] = Counter()
+            for number in counts[1:NONFINITE].nonzero().flatten().tolist():
+                exponents[min(max(number + 1 - BIAS, _LOWEST), _HIGHEST)] += int(counts[number + 1])
+            row = NumericsRow(
+                name=self._tensors[i].name,
+                what=self._tensors[i].what,
+                dtype=dtype_name(self._dtypes[i]),
+                count=int(self._counts[i]),
+                largest=self._largest[i],
+                nonfinite=int(self._nonfinite[i]),
+                zeros=int(self._zeros[i]),
+                subnormal=int(self._subnormals[i]),
+                flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
+                exponents=dict(exponents),
+            )
+            rows.append(row)
+        return rows
 
     def first_overflow(self, harmless: set[int]) -> NumericsFinding | None:
         """Return where the overflow began, None if the gradients of all parameters are finite.
 
-        Args:
-            harmless: rows that are not finite in good steps either, such as attention scores that a mask sets to -inf.
+        Harmless are rows that are not finite in good steps either, such as attention scores that a mask sets to -inf.
         """
-        if not self.overflowed():
+        if not self.overflowed:
             return None
-        bad = self.nonfinite()
-        first = next((i for i in self._order if i in bad - harmless), None)
+        bad = [i for i in self._order if i in self.nonfinite_rows]
+        first = next((i for i in bad if i not in harmless), None)
         if first is None:
-            first = next(i for i in self._order if i in bad and self._tensors[i].what == "gradient")
+            first = next(i for i in bad if self._tensors[i].what == "gradient")
         tensor = self._tensors[first]
         direction = "forward" if tensor.what in ("input", "output") else "backward"
         what = tensor.name if tensor.what == "gradient" else tensor.what
@@ -190,8 +174,6 @@ class ObservedStep:
             how = f"{amount}; {broken[0]} is not finite itself: it broke in an earlier step"
         return NumericsFinding("overflow", tensor.module, direction, self.step, what, how)
 
-    # ------------------------------------------------------------------------------------------------------ underflow
-
     def first_underflow(self) -> NumericsFinding | None:
         """Return the module in whose backward float16 gradients begin to vanish, None if they do not.
 
@@ -200,35 +182,25 @@ class ObservedStep:
         """
         for i in self._order:
             tensor = self._tensors[i]
-            if self._dtypes[i] is not torch.float16:
+            if self._dtypes[i] is not torch.float16 or tensor.what not in ("grad_output", "grad_input"):
                 continue
-            if tensor.what == "grad_output" and self._fraction_subnormal(i) >= _UNDERFLOWING:
-                return self._underflow(i, f"its grad_output: {self._zeros_and_subnormals(i)} already")
-            if tensor.what == "grad_input":
-                grad_output = self._row_of[tensor.name, "grad_output"]
-                had_values = self._counts[grad_output] > self._zeros[grad_output]
-                # Its first parameter is its weight, which may be zero: that of a BatchNorm may start so.
-                weights = list(self._parameters.get(tensor.module, {}).values())[:1]
-                has_weights = any(self._magnitudes[weight] > 0 for weight in weights)
-                vanished = had_values and self._counts[i] == self._zeros[i] and has_weights
-                if vanished or self._fraction_subnormal(i) >= _UNDERFLOWING:
-                    before, after = self._zeros_and_subnormals(grad_output), self._zeros_and_subnormals(i)
-                    return self._underflow(i, f"its grad_input: {after}; its grad_output: {before}")
+            grad_output = self._row_of[tensor.name, "grad_output"]
+            had_values = self._counts[grad_output] > self._zeros[grad_output]
+            # Its first parameter is its weight, which may be zero: that of a BatchNorm may start so.
+            weights = list(self._parameters.get(tensor.module, {}).values())[:1]
+            has_weights = any(self._magnitudes[weight] > 0 for weight in weights)
+            nonzero = self._counts[i] - self._zeros[i]
+            vanished = tensor.what == "grad_input" and had_values and not nonzero and has_weights
+            if vanished or self._subnormals[i] / max(nonzero, 1.0) >= _UNDERFLOWING:
+                detail = f"its {tensor.what}: {self._zeros_and_subnormals(i)}"
+                already = tensor.what == "grad_output"
+                detail += " already" if already else f"; its grad_output: {self._zeros_and_subnormals(grad_output)}"
+                return NumericsFinding("underflow", tensor.module, "backward", self.step, tensor.what, detail)
         return None
-
-    def _underflow(self, i: int, detail: str) -> NumericsFinding:
-        tensor = self._tensors[i]
-        return NumericsFinding("underflow", tensor.module, "backward", self.step, tensor.what, detail)
-
-    def _fraction_subnormal(self, i: int) -> float:
-        """Return the share of subnormal values among those that are not zero, 0 if all are zero."""
-        return self._subnormals[i] / max(self._counts[i] - self._zeros[i], 1.0)
 
     def _zeros_and_subnormals(self, i: int) -> str:
         zeros, subnormal = self._zeros[i] / self._counts[i], self._subnormals[i] / self._counts[i]
         return f"{zeros:.1%} zeros and {subnormal:.1%} subnormal values"
-
-    # ------------------------------------------------------------------------------------------------ largest gradient
 
     def largest_unscaled_gradient(self) -> float:
         """Return the largest finite magnitude of a gradient, divided by the loss scale; 0 if there is none."""
@@ -238,9 +210,8 @@ class ObservedStep:
     def gradients_of_parameters(self) -> tuple[float, float, float]:
         """Return three figures over the gradients of all parameters.
 
-        Returns:
-            The largest finite magnitude, divided by the loss scale; how many values are not finite; the share of values
-            that float16 rounds to zero.
+        These are the largest finite magnitude, divided by the loss scale; how many values are not finite; and the share
+        of values that float16 rounds to zero.
         """
         chosen = [i for i in self._order if self._tensors[i].what == "gradient"]
         count = sum(self._counts[i] for i in chosen) or 1.0

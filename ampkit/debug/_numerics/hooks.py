@@ -13,8 +13,7 @@ from ..._torch.autograd.autograd import in_backward, newest_sequence_number, seq
 from ..._torch.compile import is_compiled, is_compiled_in_place
 from ..._torch.tensors.tensors import local_shard
 from ..._torch.tensors.tree import tensors_in
-from .measurements import DeviceStatistics, MeasuredTensor, Measurements
-from .statistics import is_measurable
+from .measurements import DeviceStatistics, MeasuredTensor, Measurements, is_measurable
 
 _OF_MODULES = ("input", "output", "grad_output", "grad_input")
 Edge = tuple[Any, int]  # a node of the autograd graph, and the number of one of its outputs
@@ -26,31 +25,25 @@ class ModelHooks:
     Of a module its inputs and outputs are measured, the gradients of its outputs, and the gradients that it passes back
     to its inputs. A module that `torch.compile` returned is measured from outside; the modules in it are not.
 
-    Args:
-        model: the model. The names are those without `DistributedDataParallel` and `torch.compile`.
-
-    Attributes:
-        tensors: what is measured, by the row of the statistics.
-        parameters: for each module that holds parameters, the row of each one, by the name that this module gives it.
-            A tied parameter has one row, and is listed with every module that holds it.
-        compiled: the names of compiled modules.
-        root: the name that stands for the model itself.
-
-    Raises:
-        ValueError: a module was compiled in place, by `module.compile()`, and calls no hooks.
+    Names are those without `DistributedDataParallel` and `torch.compile`. A module that was compiled in place, by
+    `module.compile()`, calls no hooks: that is a `ValueError`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[tuple[str, nn.Module]] = []
-        self.compiled: list[str] = []
-        self.root = type(unwrapped(model)).__name__
+        self.compiled: list[str] = []  # names of modules
+        self.root = type(unwrapped(model)).__name__  # the name that stands for the model itself
         self._collect(unwrapped(model), "")
         self._params = {param: name.replace(_COMPILED, "") for name, param in unwrapped(model).named_parameters()}
+        # What is measured, by the row of the statistics.
         self.tensors = [MeasuredTensor(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
+        self.first_parameter = len(self.tensors)  # all rows from here on are those of parameters
         owners = {name: name.rpartition(".")[0] or self.root for name in self._params.values()}
         self.tensors += [MeasuredTensor(name, "gradient", owner) for name, owner in owners.items()]
         self._row = {(tensor.name, tensor.what): row for row, tensor in enumerate(self.tensors)}
+        # For each module that holds parameters, the row of each one, by the name that this module gives it. A tied
+        # parameter has one row, and is listed with every module that holds it.
         self.parameters: dict[str, dict[str, int]] = {}
         for full_name, param in unwrapped(model).named_parameters(remove_duplicate=False):
             name = full_name.replace(_COMPILED, "")
@@ -78,32 +71,32 @@ class ModelHooks:
         for key, child in children:
             self._collect(child, f"{name}.{key}" if name else key)
 
-    # -------------------------------------------------------------------------------------------------- measuring
-
     @contextmanager
-    def measuring(self, to: Measurements, *, only_training: bool = False, parameters: bool = False) -> Iterator[None]:
+    def measuring(self, to: Measurements, *, in_loop: bool = False) -> Iterator[None]:
         """Context in which what the model computes is measured.
 
-        Args:
-            to: takes the measured tensors.
-            only_training: leave out calls while the model is in eval mode and no gradients are recorded, which is
-                validation. Fine-tuning in eval mode is measured, and so is a reentrant checkpoint in train mode.
-            parameters: also measure the gradient of a parameter whenever a backward has added to it.
+        In a loop of the user's own, the gradient of a parameter is measured whenever a backward has added to it. Calls
+        while the model is in eval mode and no gradients are recorded are left out there, which is validation.
+        Fine-tuning in eval mode is measured, and so is a reentrant checkpoint in train mode.
         """
         with ExitStack() as hooks:
             hooks.callback(self._open_calls.clear)  # a forward that raised may have left its autograd graph
             for name, module in self._modules:
-                before = partial(self._before, to, only_training, name)
+                before = partial(self._before, to, in_loop, name)
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 hooks.callback(handle.remove)
                 # Always: checkpointing ends a recomputation by an error, as soon as it has all that it needs.
                 after = partial(self._after, to, name)
                 handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
                 hooks.callback(handle.remove)
-            for param, name in self._params.items() if parameters else ():
+            for param, name in self._params.items() if in_loop else ():
                 if param.requires_grad:
-                    hook = partial(_on_accumulated, to, self._row[name, "gradient"])
-                    hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)
+                    row = self._row[name, "gradient"]
+                    # It is replaced, because it is the sum over all micro-batches so far.
+                    handle = param.register_post_accumulate_grad_hook(
+                        lambda param, row=row: to.add(row, param.grad, replace=True)
+                    )
+                    hooks.callback(handle.remove)
             yield
 
     def measure_gradients(self, to: Measurements) -> None:
@@ -118,24 +111,15 @@ class ModelHooks:
         found = {row: part for row, part in parts.items() if is_measurable(part)}
         statistics.set_magnitudes(list(found), list(found.values()))
 
-    @property
-    def first_parameter(self) -> int:
-        """The row of the first parameter. All rows behind it are those of parameters."""
-        return len(self.tensors) - len(self._params)
+    def parameters_were_replaced(self) -> bool:
+        """Return whether the model has other parameters now."""
+        return set(map(id, self._params)) != set(map(id, unwrapped(self._model).parameters()))
 
-    def why_not_attached(self) -> str:
-        """Return why a step of the model as it is now cannot be measured, "" if it can."""
-        if set(map(id, self._params)) != set(map(id, unwrapped(self._model).parameters())):
-            return "it was made before fully_shard, which replaces the parameters. Make it afterwards."
-        return ""
-
-    def _before(
-        self, to: Measurements, only_training: bool, name: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
+    def _before(self, to: Measurements, in_loop: bool, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # compiled code that calls the module must not contain the measuring
             return
         validates = not self._model.training and not torch.is_grad_enabled()
-        if to.closed or (only_training and validates):
+        if to.closed or (in_loop and validates):
             return
         inputs = list(filter(is_measurable, tensors_in((args, kwargs))))
         if not in_backward():  # in backward, a checkpoint computes again what was measured in forward
@@ -157,29 +141,15 @@ class ModelHooks:
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(to.add, self._row[name, "grad_output"]))
         for node, i in _nodes_of_inputs(outputs, edges, newest):
-            node.register_hook(partial(_on_node, to, self._row[name, "grad_input"], i))
-
-
-def _on_node(to: Measurements, row: int, i: int, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
-    grad = grad_inputs[i]
-    if grad is not None:
-        to.add(row, grad)
-
-
-def _on_accumulated(to: Measurements, row: int, param: Tensor) -> None:
-    if param.grad is not None:
-        to.add(row, param.grad, replace=True)  # it is the sum over all micro-batches so far
+            row = self._row[name, "grad_input"]
+            node.register_hook(lambda grad_inputs, _, row=row, i=i: to.add(row, grad_inputs[i]))
 
 
 def _nodes_of_inputs(outputs: list[Tensor], edges: set[Edge], newest: int) -> Iterator[tuple[Any, int]]:
     """Yield the autograd nodes of a module that pass a gradient back to its inputs, and the number of that gradient.
 
     A hook on the input itself would get the sum over everything that uses the input; a node has this module's share.
-
-    Args:
-        outputs: the outputs of the module.
-        edges: where its inputs come from.
-        newest: the number of the newest node before the call; the module's nodes are newer.
+    The edges are where the inputs come from. The module's nodes are newer than the newest one before the call.
     """
     left = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen: set[Any] = set()

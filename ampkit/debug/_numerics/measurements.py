@@ -1,16 +1,26 @@
-"""Where the statistics of a step are kept: per tensor while it runs, then added up in one buffer on the device."""
+"""What is computed of one tensor, on its device, and where the statistics of a step are kept and added up."""
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_dispatch_modes
-from ..._torch.tensors.tensors import foreach_add_, foreach_copy_, foreach_maximum_, foreach_norm, version
-from .statistics import BINS, is_measurable, measure, nothing_measured
+from ..._torch.tensors.tensors import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_maximum_,
+    foreach_norm,
+    is_functorch_wrapped,
+    version,
+)
 
+BINS = 256  # one for each value of float32's 8 exponent bits; float16 and bfloat16 convert to float32 exactly
+BIAS = 127  # of float32's exponent: bin e holds the exponent e - 127; bin 0 holds zeros and float32's subnormals
+NONFINITE = BINS - 1  # the bin of inf and nan
 # Columns of the buffer, behind the counts by exponent.
 LARGEST = BINS  # the largest magnitude, inf or nan if a value is
 MAGNITUDE = BINS + 1  # for a parameter: the largest magnitude of its values, inf or nan if one is
@@ -19,43 +29,63 @@ MAGNITUDE = BINS + 1  # for a parameter: the largest magnitude of its values, in
 _REMEMBERED = 4
 
 
+def is_measurable(tensor: Tensor) -> bool:
+    """Return whether a tensor has floating-point values to look at: it is dense, plain, not packed and not empty."""
+    if (
+        tensor.dtype is torch.float4_e2m1fn_x2
+        or type(tensor) not in (Tensor, nn.Parameter)
+        or is_functorch_wrapped(tensor)
+        or tensor.is_nested
+    ):
+        return False
+    plain = tensor.layout is torch.strided and not tensor.is_inference()
+    return plain and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+
+
+def measure(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many values of a tensor have which exponent, and its largest magnitude: inf or nan if a value is.
+
+    The tensor is read in three passes: cast, count, norm. The result is deterministic, and all of it can be captured:
+    only integers are counted, and no size depends on data. float64 is rounded to float32 first.
+
+    The counts are on CUDA int32 of shape (512,), by sign and exponent, else int64 of shape (256,), by exponent. The
+    largest magnitude has shape (), and is in float32, or in the tensor's own dtype if that is float16 or bfloat16.
+    Memory: four bytes per element. Sync: none.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # In the order of its memory, in which it is not copied if it fills that without gaps, in any layout.
+    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
+    floats = flat.to(torch.float32)
+    bits = floats.view(torch.int32)
+    if bits.is_cuda:
+        # Read as integers, floats are in the order of their exponents, with 2**23 integers to each exponent. histc
+        # computes the bin of an integer in int64 (ATen/native/cuda/SummaryOps.cu), as
+        # (bits + 2**31) * 512 // (2**32 - 1), which is the exponent of each value.
+        counts = torch.histc(bits, 2 * BINS, -(2**31), 2**31 - 1)
+    else:
+        exponents = bits.bitwise_right_shift(23).bitwise_and_(BINS - 1).long()
+        ones = torch.ones((), dtype=torch.int64).expand_as(exponents)
+        # Not bincount: torch marks the shape of its result as dependent on data, and the preflight reports that.
+        counts = torch.zeros(BINS, dtype=torch.int64).scatter_add_(0, exponents, ones)
+    source = floats if flat.dtype.itemsize != 2 else flat
+    return counts, torch.linalg.vector_norm(source, torch.inf)
+
+
 class MeasuredTensor(NamedTuple):
-    """What one row of the statistics is about.
+    """What one row of the statistics is about."""
 
-    Attributes:
-        name: the module, or the parameter.
-        what: "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter.
-        module: the module, or the module that holds the parameter.
-    """
-
-    name: str
-    what: str
-    module: str
-
-
-class StepStatistics(NamedTuple):
-    """The statistics of one optimizer step, on the host.
-
-    Attributes:
-        step: the number of the step.
-        values: float64, one row for each `MeasuredTensor`. The columns are counts by exponent, `LARGEST`, `MAGNITUDE`.
-        scale: what gradients were multiplied by.
-    """
-
-    step: int
-    values: Tensor
-    scale: float
+    name: str  # the module, or the parameter
+    what: str  # "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter
+    module: str  # the module, or the one that holds the parameter
 
 
 class DeviceStatistics:
     """The statistics of one step, in one buffer on the device, whose address never changes.
 
-    Args:
-        rows: how many tensors are measured.
-        device: where they are.
-
     Attributes:
-        buffer: float64, which counts exactly up to 2**53. Its last row holds the loss scale, 0 if there is none.
+        buffer: float64, which counts exactly up to 2**53. It has a row for each `MeasuredTensor`, and the columns are
+            counts by exponent, `LARGEST` and `MAGNITUDE`. One more row holds the loss scale, 0 if there is none.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -63,11 +93,6 @@ class DeviceStatistics:
         self._counts = self.buffer[:, :BINS].unbind()
         self._largest = self.buffer[:, LARGEST].unbind()
         self._magnitudes = self.buffer[:, MAGNITUDE].unbind()
-        self._scale = self.buffer[rows, 0]
-
-    def clear(self) -> None:
-        """Set everything to zero. Sync: none."""
-        self.buffer.zero_()
 
     def add(self, rows: Sequence[int], counts: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
         """Add what `measure` returned to these rows, which must be distinct. A dozen kernels for a hundred rows."""
@@ -94,11 +119,7 @@ class DeviceStatistics:
     def add_up(self, first: int, group: Any) -> None:
         """Make the rows from `first` on, which are of parts of tensors, those of the whole tensors.
 
-        Args:
-            first: the row of the first parameter.
-            group: the processes that have the parts. All of them call this in the same steps.
-
-        Sync: none. Two all_reduces of these rows.
+        All processes of the group, which have the parts, call this in the same steps. Sync: none. Two all_reduces.
         """
         rows = self.buffer[first:-1]
         counts = rows[:, :BINS].contiguous()
@@ -111,37 +132,54 @@ class DeviceStatistics:
 
     def set_scale(self, scale: Tensor) -> None:
         """Write what gradients are multiplied by, a tensor of shape ()."""
-        self._scale.copy_(scale)
+        self.buffer[-1, 0].copy_(scale)
 
-    @staticmethod
-    def on_host(step: int, buffer: Tensor) -> StepStatistics:
-        """Return what a copy of the buffer in host memory says."""
-        return StepStatistics(step, buffer[:-1], float(buffer[-1, 0]) or 1.0)
+
+@dataclass(eq=False)
+class AsyncCopies:
+    """Copies from the device to the host, in the order in which they were started."""
+
+    pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
+
+    def start(self, number: int, source: Tensor) -> None:
+        """Start a copy, which gets this number. Sync: none. On the CPU it has arrived at once."""
+        if not source.is_cuda:
+            self.pending.append((number, source.clone(), None))
+            return
+        host = torch.empty_like(source, device="cpu", pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        event = torch.cuda.current_stream(source.device).record_event()
+        self.pending.append((number, host, event))
+
+    def take(self, *, wait: bool = False) -> list[tuple[int, Tensor]]:
+        """Return the copies that have arrived since the last call, with their numbers; all of them after a `wait`."""
+        arrived = []
+        while self.pending:
+            number, host, event = self.pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self.pending.popleft()
+            arrived.append((number, host))
+        return arrived
 
 
 class Measurements:
-    """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends.
-
-    Attributes:
-        dtypes: the dtype of the tensor that was measured last for a row.
-        closed: whether it has ended, so that nothing is measured any more.
-    """
+    """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends."""
 
     def __init__(self, statistics: DeviceStatistics) -> None:
         self._statistics = statistics
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = deque(maxlen=_REMEMBERED)
+        # Of the tensor that was measured last for a row, by row, in the order in which rows were first measured.
         self.dtypes: dict[int, torch.dtype] = {}
-        self.closed = False
+        self.closed = False  # whether it has ended, so that nothing is measured any more
 
-    @property
-    def order(self) -> list[int]:
-        """The rows in the order in which they were first measured."""
-        return list(self._measured)
-
-    def add(self, row: int, tensor: Tensor, *, replace: bool = False) -> None:
+    def add(self, row: int, tensor: Tensor | None, *, replace: bool = False) -> None:
         """Measure a tensor, and add the result to what its row has, or `replace` that. Three kernels. Sync: none."""
-        if self.closed or not is_measurable(tensor) or tensor.device != self._statistics.buffer.device:
+        device = self._statistics.buffer.device
+        if self.closed or tensor is None or not is_measurable(tensor) or tensor.device != device:
             return
         # Selective checkpointing would take these operations for the model's.
         with torch.no_grad(), without_dispatch_modes():
@@ -156,8 +194,10 @@ class Measurements:
         """Do the same with this process's part of a tensor, which may be empty."""
         if part.numel():
             self.add(row, part)
-        elif not self.closed:
-            self._measured[row] = nothing_measured(self._statistics.buffer.device)
+        elif not self.closed:  # what `measure` would return, of no elements
+            device = self._statistics.buffer.device
+            size, dtype = (2 * BINS, torch.int32) if device.type == "cuda" else (BINS, torch.int64)
+            self._measured[row] = torch.zeros(size, dtype=dtype, device=device), torch.zeros((), device=device)
             self.dtypes[row] = part.dtype
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:

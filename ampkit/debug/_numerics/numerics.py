@@ -11,10 +11,9 @@ from ..._arguments import check_at_least, check_instance
 from ..._capture.ranks.ranks import several_processes
 from ..._capture.ranks.shards import free_whole_parameters, is_sharded, shard_groups
 from ..._optimizer.scaler import GradScaler
-from .async_copies import AsyncCopies
 from .findings import NumericsFinding, ObservedStep
 from .hooks import ModelHooks, unwrapped
-from .measurements import DeviceStatistics, Measurements
+from .measurements import AsyncCopies, DeviceStatistics, Measurements
 from .report import NumericsReport, advice, safe_scale
 
 
@@ -107,8 +106,11 @@ class Numerics:
             raise ValueError("graphed_step(numerics): it was made for another model. Use ampkit.debug.numerics(model).")
         if self._loop_hooks is not None or self._attached:
             raise ValueError("graphed_step(numerics): it is in use already. Make one for each step.")
-        if is_sharded(model) and (problem := self._hooks.why_not_attached()):
-            raise ValueError(f"graphed_step(numerics): {problem}")
+        if is_sharded(model) and self._hooks.parameters_were_replaced():
+            raise ValueError(
+                "graphed_step(numerics): it was made before fully_shard, which replaces the parameters. Make it "
+                "afterwards."
+            )
         self._attached = True
         self._allocate(device)
 
@@ -131,7 +133,7 @@ class Numerics:
         self._observes = self._step % self._every == 0 or self._observe_next
         if self._observes:
             self._observe_next = False
-            self._on_device.clear()
+            self._on_device.buffer.zero_()
         return self._observes
 
     @contextmanager
@@ -161,14 +163,14 @@ class Numerics:
         if self._observes:
             self._statistics_copies.start(self._step, self._on_device.buffer)
             self._observes = False
-        if skipped is not None and not len(self._skip_count_copies) and not several_processes():
+        if skipped is not None and not self._skip_count_copies.pending and not several_processes():
             self._skip_count_copies.start(self._step, skipped)
         self._step += 1
 
     def _close(self, measurements: Measurements) -> None:
         """Add what was measured to the statistics, and remember the order: a replay runs no Python that tells it."""
         measurements.close()
-        self._order = [*(row for row in self._order if row not in measurements.dtypes), *measurements.order]
+        self._order = [*(row for row in self._order if row not in measurements.dtypes), *measurements.dtypes]
         self._dtypes.update(measurements.dtypes)
 
     # ------------------------------------------------------------------------------------- a loop of the user's own
@@ -219,7 +221,7 @@ class Numerics:
         self._loop_hooks = ExitStack()
         if self.begin():
             self._loop_measurements = Measurements(self._on_device)
-            hooks = self._hooks.measuring(self._loop_measurements, only_training=True, parameters=True)
+            hooks = self._hooks.measuring(self._loop_measurements, in_loop=True)
             self._loop_hooks.enter_context(hooks)
             self._note_scale()
             self._hooks.measure_parameters(self._on_device)
@@ -246,15 +248,13 @@ class Numerics:
             self._observe_next |= self._skip_count is not None and float(count) > self._skip_count
             self._skip_count = float(count)
         for step, buffer in self._statistics_copies.take(wait=wait):
-            statistics = DeviceStatistics.on_host(step, buffer)
-            hooks = self._hooks
-            seen = ObservedStep(statistics, hooks.tensors, hooks.parameters, self._order, self._dtypes)
+            seen = ObservedStep(step, buffer, self._hooks, self._order, self._dtypes)
             self._observed += 1
             self._last = seen
-            if seen.overflowed():
+            if seen.overflowed:
                 self._first_overflowed = self._first_overflowed or seen
             else:
-                self._harmless |= seen.nonfinite()
+                self._harmless |= seen.nonfinite_rows
                 self._largest_gradient = max(self._largest_gradient or 0.0, seen.largest_unscaled_gradient())
                 self._first_underflow = self._first_underflow or seen.first_underflow()
 
@@ -284,7 +284,7 @@ class Numerics:
         overflowed = self._first_overflowed
         overflow = None if overflowed is None else overflowed.first_overflow(self._harmless)
         scale = 1.0 if last is None else last.scale
-        persists = last is not None and last.overflowed()
+        persists = last is not None and last.overflowed
         rows = () if last is None else tuple(last.rows())
         called = {row.name for row in rows if row.what != "gradient"}
         modules = dict.fromkeys(tensor.name for tensor in self._hooks.tensors if tensor.what != "gradient")

@@ -110,15 +110,10 @@ def advice(
     persists: bool,
     root: str,
 ) -> list[str]:
-    """Return what to do, in sentences that contain the code to write.
+    """Return what to do about the first overflow and underflow, in sentences that contain the code to write.
 
-    Args:
-        overflow: the first overflow, if there was one.
-        underflow: the first underflow, if there was one.
-        scale: the present loss scale.
-        safe: the largest safe loss scale, None if it is not known.
-        persists: whether the last observed step overflowed too.
-        root: the name that stands for the model itself; a policy cannot name it.
+    `safe` is the largest safe loss scale, None if it is not known. The overflow `persists` if the last observed step
+    overflowed too. `root` is the name that stands for the model itself; a policy cannot name it.
     """
     lines = []
     if overflow is not None and overflow.direction == "forward":

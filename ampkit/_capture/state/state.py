@@ -18,21 +18,11 @@ from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
 from ..._torch.tensors.tensors import local_shard
 from ..host.constants import HostConstants, ReadValues
-from ..host.host_tensors import HostTensors, HostValues
-from ..host.reads import Reads
+from ..host.host_tensors import HostValues
 from .bound import Bound, cells
 from .carried import Carried
 from .walk import Objects, Walk
-from .watch import (
-    Look,
-    Rates,
-    Scaler,
-    StateWatch,
-    autocast,
-    default_devices,
-    own_values,
-    packs_saved_tensors,
-)
+from .watch import Look, Rates, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
 
 
 class Generation(NamedTuple):
@@ -170,8 +160,8 @@ def _grew(old: tuple[Objects, ...], new: tuple[Objects, ...]) -> bool:
     return all(grew)
 
 
-class TrainingState:
-    """The modules, optimizers and scaler that a step may change.
+class TrainingState(StateWatch[Generation]):
+    """The modules, optimizers and scaler that a step may change, and whether anything has changed since the last call.
 
     Args:
         modules: modules by the name that messages use; more may be added.
@@ -205,17 +195,9 @@ class TrainingState:
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
     ) -> None:
-        self.modules = modules
-        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
-        self.problem = problem
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
-        self.scaler = scaler
-        self.own: dict[str, Tensor] = {} if own is None else own
-        self.finds_gradients = finds_gradients
-        self.carried: Carried = Carried(modules)
-        self.watch: StateWatch[Generation] = StateWatch(
+        super().__init__(
             modules,
-            self.optimizers,
+            optimizers,
             scaler,
             finds_gradients=finds_gradients,
             bare=bare,
@@ -223,38 +205,11 @@ class TrainingState:
             rates=rates,
             holds_rates=holds_rates,
             functions=functions,
-            describe=_generation,
         )
-
-    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
-        self.optimizers = tuple(optimizers)
-        self.watch.hold(self.optimizers)
-
-    def look_again(self) -> None:
-        """Have the next generation be another object, so that its user looks at what belongs to it."""
-        self.watch.look_again()
-
-    def refresh_rates(self) -> None:
-        """Bring the tensors that optimizers read their learning rates from up to date.
-
-        It launches one kernel per rate that changed. Sync: none.
-        """
-        self.watch.refresh_rates()
-
-    def generation(self) -> Generation:
-        """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
-        return self.watch.present()
-
-    @property
-    def reads(self) -> Reads:
-        """Which attributes of the modules are compared, and which variables."""
-        return self.watch.reads
-
-    @property
-    def host_tensors(self) -> HostTensors:
-        """Which tensors on the host are compared."""
-        return self.watch.host_tensors
+        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
+        self.problem = problem
+        self.own: dict[str, Tensor] = {} if own is None else own
+        self.carried: Carried = Carried(modules)
 
     def noting_reads(self, in_parts: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context for a step, whose code tells which attributes and variables are compared from then on.
@@ -302,32 +257,30 @@ class TrainingState:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
         before.restore(cells(self.modules, self.optimizers, self.own))
 
-
-def _generation(look: Look) -> Generation:
-    """Return what stands for the state that was looked at. It is no method, so that no cycle keeps a state alive."""
-    groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
-    containers: list[Any] = []
-    for optimizer in look.optimizers:
-        params = [group["params"] for group in optimizer.param_groups]
-        containers += [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *params]
-        containers += chain.from_iterable(params)
-    return Generation(
-        containers=Objects(containers),
-        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
-        kept=Kept(look.kept),
-        walk=look.walk,
-        addresses=tuple(look.addresses),
-        layouts=tuple(look.layouts),
-        sizes=tuple([len(group["params"]) for group in groups]),
-        settings=Settings(
-            modes=tuple(look.walk.flags()),
-            gradients=tuple(look.gradients),
-            host=_host(look),
-            torch_settings=_unchangeable(settings()),
-            reads=look.reads,
-            host_values=look.host_values,
-        ),
-    )
+    def _described(self, look: Look) -> Generation:
+        groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
+        containers: list[Any] = []
+        for optimizer in look.optimizers:
+            params = [group["params"] for group in optimizer.param_groups]
+            containers += [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *params]
+            containers += chain.from_iterable(params)
+        return Generation(
+            containers=Objects(containers),
+            moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
+            kept=Kept(look.kept),
+            walk=look.walk,
+            addresses=tuple(look.addresses),
+            layouts=tuple(look.layouts),
+            sizes=tuple([len(group["params"]) for group in groups]),
+            settings=Settings(
+                modes=tuple(look.walk.flags()),
+                gradients=tuple(look.gradients),
+                host=_host(look),
+                torch_settings=_unchangeable(settings()),
+                reads=look.reads,
+                host_values=look.host_values,
+            ),
+        )
 
 
 def _host(look: Look) -> tuple[tuple[str, Any], ...]:

@@ -86,7 +86,8 @@ def record(
         return None
 
     def leave() -> None:
-        walk.leave(changed, left)
+        walk.set_flags(changed)
+        walk.set_gradients(left)
         put(put_there)
 
     return leave

@@ -62,7 +62,6 @@ class Scaler(Protocol):
         """Return whether the last step waited for the device as later ones will not."""
 
 
-
 class Look:
     """What one call has seen of the state, and how the next call sees whether anything is different.
 

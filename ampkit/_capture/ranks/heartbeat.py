@@ -37,26 +37,13 @@ _MOST_LOOKS_OFF = 32  # between two connections to a store that does not answer
 
 @dataclass(eq=False)
 class Peer:
-    """Another rank.
+    """Another rank."""
 
-    Attributes:
-        rank: its number in the job.
-        process: where it runs; None until it has said so.
-        left: whether it has said that it ends.
-        silent_s: how long it has not beaten.
-    """
-
-    rank: int
-    process: PeerProcess | None = None
-    left: bool = False
-    silent_s: float = 0.0
-    _beat: bytes = b""
-
-    def beats(self, beat: bytes) -> None:
-        """Take note of what it has written last, in a look."""
-        # The looks are counted: a suspended machine has none, and a clock may have gone on.
-        self.silent_s = self.silent_s + LOOK_S if beat == self._beat else 0.0
-        self._beat = beat
+    rank: int  # its number in the job
+    process: PeerProcess | None = None  # where it runs; None until it has said so
+    left: bool = False  # whether it has said that it ends
+    silent_s: float = 0.0  # how long it has not beaten
+    beat: bytes = b""  # the last one that was seen
 
     def has_died(self) -> bool:
         """Return whether its process is over, for certain."""
@@ -70,15 +57,11 @@ class Heartbeat:
         store: a client of its own.
         rank: of this process in the job.
         ranks: of the group, in order.
-
-    Attributes:
-        lost: why no call of a step can succeed any more, "" if there is no reason.
-        waiting: what the steps of this process wait for.
     """
 
     def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
-        self.lost = ""
-        self.waiting = Waiting()
+        self.lost = ""  # why no call of a step can succeed any more
+        self.waiting = Waiting()  # what the steps of this process wait for
         self._store, self._rank = store, rank
         here = ranks.index(rank)
         self._others = [Peer(other) for other in (*ranks[here + 1 :], *ranks[:here])]
@@ -127,7 +110,9 @@ class Heartbeat:
             self._word = f"{self._left}, while rank {self._rank} needs it"
             print(f"ampkit, rank {self._rank}: {self._word}", file=sys.stderr, flush=True)
         else:
-            self._word = f"rank {self._rank} ended: {described(error)}"
+            text, line = (str(error).strip().splitlines() or [""])[0], user_line(error)
+            said = f"{type(error).__name__}{f': {text}' if text else ''}{f' (at {line})' if line else ''}"
+            self._word = f"rank {self._rank} ended: {said}"
         self._wake.set()
         self._said.wait(_STORE_TIMEOUT.total_seconds())
         if self._word and self._rank == 0:
@@ -168,7 +153,6 @@ class Heartbeat:
                 peer.process.close()
 
     def _look(self) -> None:
-        """Say and learn what there is."""
         if self._word is not None and not self._said.is_set():
             if self._word:
                 self._store.compare_set("lost", "", self._word)
@@ -206,7 +190,10 @@ class Heartbeat:
             peer.left = True
             self._publish(_DIED.format(rank))
         elif not peer.process.known and store.check([f"beat {rank}"]):
-            peer.beats(store.get(f"beat {rank}"))
+            beat = store.get(f"beat {rank}")
+            # The looks are counted: a suspended machine has none, and a clock may have gone on.
+            peer.silent_s = peer.silent_s + LOOK_S if beat == peer.beat else 0.0
+            peer.beat = beat
             if peer.silent_s >= SILENCE_S:
                 self._silent = _SILENT.format(rank, SILENCE_S)
 
@@ -296,10 +283,3 @@ def stop_heartbeats(name: str | None = None) -> bool:
     """End the threads, or that of the group of this name. Return whether a rank is lost."""
     names = [known for known in _heartbeats if name in (None, known)]
     return any([_heartbeats.pop(known).stop() for known in names])
-
-
-def described(error: BaseException) -> str:
-    """Return an error in one line, with the user's line that it came from."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    line = user_line(error)
-    return f"{type(error).__name__}{f': {text}' if text else ''}{f' (at {line})' if line else ''}"

@@ -22,19 +22,12 @@ _STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot w
 
 @dataclass(eq=False)
 class Waiting:
-    """What the calls of this process' steps wait for, as another thread sees it.
+    """What the calls of this process' steps wait for, as another thread sees it."""
 
-    Attributes:
-        turns: those of the steps.
-        calls: how many calls the steps have begun.
-        thread: the thread of the last call.
-        ending: whether this process releases its graphs, which waits for the device.
-    """
-
-    turns: list[Turn] = field(default_factory=list)
-    calls: int = 0
-    thread: int = 0
-    ending: bool = False
+    turns: list[Turn] = field(default_factory=list)  # those of the steps
+    calls: int = 0  # how many the steps have begun
+    thread: int = 0  # of the last call
+    ending: bool = False  # whether this process releases its graphs, which waits for the device
     _seen: int = -1
     _since: float | None = None
     _probe: threading.Thread | None = None
@@ -85,12 +78,9 @@ def started(name: str, work: Callable[[], object]) -> threading.Thread:
 class EndedWait:
     """Has the waits of this process end, because of another rank.
 
-    The thread gets an `AmpkitError` with this text as soon as it is in Python again. If it is not within
-    `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on stderr.
-
-    Args:
-        text: why.
-        thread: which thread trains; None if it is ending already.
+    The thread that trains (None if it is ending already) gets an `AmpkitError` with this text as soon as it is in
+    Python again. If it is not within `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on
+    stderr.
     """
 
     def __init__(self, text: str, thread: int | None) -> None:

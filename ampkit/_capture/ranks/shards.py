@@ -38,9 +38,7 @@ def free_whole_parameters(model: nn.Module) -> None:
 def refuse_sharded(where: str, model: nn.Module) -> None:
     """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
 
-    Args:
-        where: the argument, and the function that the user has passed it to.
-        model: the model.
+    `where` is the argument, and the function that the user has passed it to.
     """
     if problem := why_not_sharded(model):
         raise NotImplementedError(f"{where}: {problem} Or pass graph='off'.")

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -200,14 +201,6 @@ def _told(frame: FrameType, truth: Callable[[], bool]) -> bool:
         return (answer is not None and caller in _BRANCHES_OF_TORCH) or truth()
     captures.asked = True
     if captures.noting and not captures.asked_in_checkpoint:
-        captures.asked_in_checkpoint = _is_checkpointed(frame)
+        around = (each.f_globals.get("__name__") for each, _ in walk_stack(frame))
+        captures.asked_in_checkpoint = "torch.utils.checkpoint" in around
     return truth() if answer is None else answer
-
-
-def _is_checkpointed(frame: FrameType | None) -> bool:
-    """Return whether a frame runs in a function that torch's checkpointing calls."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False

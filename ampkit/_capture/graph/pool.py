@@ -36,10 +36,6 @@ class _SharedChange:
                     self._make(self._undo)
             yield
 
-    def is_made(self) -> bool:
-        """Return whether the change is made."""
-        return bool(self._users)
-
     def _leave(self, user: object) -> None:
         with self._lock:
             self._users.discard(user)

@@ -8,6 +8,7 @@ A rank that is gone hurts nobody who does not need it: the first rank may go on 
 reports it, and the next call of the step raises. Only a rank that waits, in a call or for its device, is interrupted.
 """
 
+import faulthandler
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ import torch
 from ..._errors import AmpkitError
 from ..._torch.ranks.distributed import own_store
 from ..._user_line import user_line
-from .held_up import EndedWait, Waiting, no_last_resort, started
+from .held_up import EndedWait, Waiting, started
 from .peer_process import PeerProcess, address
 
 LOOK_S = 1.0  # between two looks at the store; 1000 ranks then ask it some 4000 times per second
@@ -127,7 +128,7 @@ class Heartbeat:
             self.waiting.join()
             if self._ended_wait is not None:
                 self._ended_wait.join()
-                no_last_resort()
+                faulthandler.cancel_dump_traceback_later()
         return bool(self.lost)
 
     # --------------------------------------------------------------------------------------------- from its own thread
@@ -244,7 +245,7 @@ class Heartbeat:
             thread = None if self.waiting.ending else self.waiting.thread
             self._ended_wait = EndedWait(f"rank {self._rank} stops, because {text}", thread)
         elif self._ended_wait is not None and not waited and not self.waiting.ending:
-            no_last_resort()
+            faulthandler.cancel_dump_traceback_later()
 
 
 _DIED = (

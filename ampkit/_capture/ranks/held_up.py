@@ -105,10 +105,8 @@ def raise_in(thread: int, text: str) -> None:
 
 
 def last_resort() -> None:
-    """Have this process end in `LAST_RESORT_S`. The thread for that is C's: it needs no lock of Python's."""
+    """Have this process end in `LAST_RESORT_S`. The thread for that is C's: it needs no lock of Python's.
+
+    `faulthandler.cancel_dump_traceback_later` takes it back.
+    """
     faulthandler.dump_traceback_later(LAST_RESORT_S, exit=True, file=_STDERR)
-
-
-def no_last_resort() -> None:
-    """Take `last_resort` back."""
-    faulthandler.cancel_dump_traceback_later()

@@ -102,7 +102,7 @@ class Ranks:
         self._votes, self._votes_together = _Votes(), _Votes()
         self.voting: bool | None = None
         self.exchanges: bool = False
-        self._draws = False  # whether this rank has told of draws
+        self.draws: bool = False  # whether this rank draws: then all exchange outcomes from their next vote on
         self._exchanged = self._all_know = False  # in this call
         self._turns: list[Turn] = []
         self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call
@@ -164,14 +164,14 @@ class Ranks:
             return wants, can
         if self.exchanges and not self._exchanged:
             self.outcome_of_all(())
-        wants = wants and (self._all_know or not self._draws)
+        wants = wants and (self._all_know or not self.draws)
         self._exchanged = self._all_know = False
         self._begin_call()
         self.together = False
         if self.voting is False or not self._votes.are_due(always=self.voting is True):
             return False, True
         begins = self._votes.count == 1 and not (settled or replays)
-        votes = self._all(wants, can, settled, begins, replays, not self._draws)
+        votes = self._all(wants, can, settled, begins, replays, not self.draws)
         all_want, all_can, all_settled, all_begin, all_replay, none_draws = votes
         self.exchanges = self.exchanges or not none_draws
         self.together = all_want or all_replay
@@ -179,10 +179,6 @@ class Ranks:
         if all_begin and all_can:
             self.reducers.prepare()
         return all_want, all_can
-
-    def tell_of_draws(self) -> None:
-        """Have the ranks exchange the outcomes of draws from their next vote on."""
-        self._draws = True
 
     def outcome_of_all(self, outcomes: Hashable) -> int | None:
         """Return a number that stands for the outcomes on all ranks, None if one of them does not know its own.

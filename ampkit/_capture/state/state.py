@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._optimizer.param_groups import CapturableGroups
 from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
@@ -22,7 +23,7 @@ from ..host.host_tensors import HostValues
 from .bound import Bound, cells
 from .carried import Carried
 from .walk import Objects, Walk
-from .watch import Look, Rates, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
+from .watch import Look, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
 
 
 class Generation(NamedTuple):
@@ -166,7 +167,7 @@ class TrainingState(StateWatch[Generation]):
         finds_gradients: bool = False,
         bare: nn.Module | None = None,
         sees_hooks: bool = True,
-        rates: Sequence[Rates] = (),
+        rates: Sequence[CapturableGroups] = (),
         holds_rates: bool = False,
         functions: Sequence[Any] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),

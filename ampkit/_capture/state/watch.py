@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..._optimizer.param_groups import CapturableGroups
 from ..._torch.device.rnn_dropout import RnnDropout
 from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from ..._torch.tensors.modes import (
@@ -34,16 +35,6 @@ from ..host.reads import Reads
 from .walk import Walk, requires_grad
 
 _G = TypeVar("_G")
-
-
-class Rates(Protocol):
-    """The tensors that a captured optimizer reads its learning rates from."""
-
-    def refresh(self) -> None:
-        """Bring them up to date with `group["lr"]`. Sync: none."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return them."""
 
 
 class Scaler(Protocol):
@@ -146,7 +137,7 @@ class Look:
 
     def _read_numbers(self) -> None:
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._read_identities = _identities_of(len(self._objects))
+        self._read_identities = _pointers_of(len(self._objects)) if _READS_TUPLES else _ids
         self._identities = self._read_identities(self._objects)
 
     def is_current(self, *, but_last: int = 0) -> bool:
@@ -252,7 +243,7 @@ class StateWatch(Generic[_G]):
         finds_gradients: bool,
         bare: nn.Module | None,
         sees_hooks: bool,
-        rates: Sequence[Rates],
+        rates: Sequence[CapturableGroups],
         holds_rates: bool,
         functions: Sequence[Any],
     ) -> None:
@@ -387,11 +378,6 @@ def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
     """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
     at = (ctypes.c_char * (_POINTER * count)).from_address
     return lambda objects: at(id(objects) + _HEAD).raw
-
-
-def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
-    """Return a function that returns the identities of the objects in a tuple of that length."""
-    return _pointers_of(count) if _READS_TUPLES else _ids
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)

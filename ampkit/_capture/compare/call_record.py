@@ -39,11 +39,6 @@ class Operation(NamedTuple):
     call: _PythonCall | None  # that it is a part of, in forward or backward; None if that is not known
     node: str  # the autograd node that it is a part of in backward; "" in forward
 
-    @property
-    def line(self) -> str:
-        """`file:line: source` of the user's code, "" if that is not known."""
-        return line_text(*self.call.place) if self.call is not None and self.call.place else ""
-
 
 class Record(NamedTuple):
     """The operations of a call."""
@@ -351,7 +346,8 @@ def first_difference(eager: Record, captured: Record) -> str:
 
 def _described(eager: Operation | None, captured: Operation | None) -> str:
     known = [each for each in (captured, eager) if each is not None]
-    line, node = next((each.line for each in known if each.line), ""), known[0].node
+    places = [each.call.place for each in known if each.call is not None and each.call.place]
+    line, node = line_text(*places[0]) if places else "", known[0].node
     where = f"{line}{', in its backward' if node else ''} - " if line else f"in {node} - " if node else ""
     then, now = ("nothing more" if each is None else each.text for each in (eager, captured))
     if eager is not None and captured is not None and then == now:

@@ -18,8 +18,7 @@ from ..._errors import CaptureWarning
 from ..._torch.device.execution_trace import enter_mark, exit_mark, profiler_enabled
 from ..._undo import Undo
 from .graph import Graph, MakeContext, Then, same
-from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls
-from .profiled_trace import read_trace
+from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls, read_trace
 
 GRAPH_MARK = "ampkit: graph "
 ROOT = "(model)"  # the path of a module that no other one contains

@@ -232,7 +232,7 @@ class Heartbeat:
         """If this rank waits for one that is gone, end its wait. If it does so no more, let it live."""
         reason = self.lost or self._silent or self._left
         if not reason:
-            self.waiting.forget()
+            self.waiting.since = None  # there is nobody to wait for in vain
             return
         waited = self.waiting.seconds()
         if waited >= HELD_UP_S and self._ended_wait is None:

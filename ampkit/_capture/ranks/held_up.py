@@ -29,7 +29,7 @@ class Waiting:
     thread: int = 0  # of the last call
     ending: bool = False  # whether this process releases its graphs, which waits for the device
     _seen: int = -1
-    _since: float | None = None
+    since: float | None = None  # when this wait began; None to begin anew
     _probe: threading.Thread | None = None
 
     def seconds(self) -> float:
@@ -38,13 +38,9 @@ class Waiting:
         seen, self._seen = self._seen, self.calls
         turns = list(self.turns)
         in_one_call = seen == self.calls and any(turn.running for turn in turns)
-        if not (self.ending or in_one_call or self._device_waits(turns)) or self._since is None:
-            self._since = now
-        return now - self._since
-
-    def forget(self) -> None:
-        """Begin anew: there is nobody to wait for in vain."""
-        self._since = None
+        if not (self.ending or in_one_call or self._device_waits(turns)) or self.since is None:
+            self.since = now
+        return now - self.since
 
     def _device_waits(self, turns: list[Turn]) -> bool:
         """Return whether the device has not done since an earlier look what it had to do then."""

@@ -57,7 +57,7 @@ class Constant(NamedTuple):
 class Spec(NamedTuple):
     """The layout of an input. Its hash is computed in every call, so it runs no Python code."""
 
-    structure: Hashable  # see `_structure`; torch's tree if there is a container that that does not know
+    structure: Hashable  # see `_structure`; torch's tree if it has a container that `_structure` does not know
     leaves: tuple[TensorSpec | Constant, ...]
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._capture.graph.profiled_trace import read_trace
+from .._capture.graph.profiled_calls import read_trace
 from .._errors import AmpkitError
 from .._step.graphed_step import graphed_step
 from .._text import ProgressBar

@@ -154,7 +154,7 @@ def parts_of(setup: Setup) -> Part:
     engine, captured, step, batch = setup.engine, setup.captured, setup.step, setup.batch
     key, _ = next(iter(engine._cache))
     spec, leaves = engine._reader.spec_and_leaves(batch, {})
-    watch, inputs, outputs = engine._watch, captured.inputs, captured._graph.replay()
+    watch, inputs, outputs = engine._state, captured.inputs, captured._graph.replay()
     look, number = watch._seen[0], engine._settings_history.number
 
     def objects() -> object:
@@ -162,7 +162,7 @@ def parts_of(setup: Setup) -> Part:
 
     state = Part(
         "state as before [watch]",
-        watch.present,
+        watch.generation,
         (
             Part("learning rates", watch.refresh_rates),
             Part("addresses of tensors", look.walk.addresses),
@@ -210,7 +210,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 def floors_of(setup: Setup) -> dict[str, Callable[[], object]]:
     """Return what the least is that some parts could take: the bare calls of torch, with nothing of ampkit."""
-    look, inputs, outputs = setup.engine._watch._seen[0], setup.captured.inputs, setup.captured._graph.replay()
+    look, inputs, outputs = setup.engine._state._seen[0], setup.captured.inputs, setup.captured._graph.replay()
     tensors: list[Tensor] = look.walk.tensors
     pairs = list(zip(inputs._buffers, setup.batch, strict=True))
     row = torch.empty_like(outputs._block)

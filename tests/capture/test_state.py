@@ -458,5 +458,5 @@ def test_another_layout_at_the_same_address_outdates_graphs() -> None:
 def test_addresses_in_a_tuple_are_identities() -> None:
     """In CPython the quick way is taken, and gives what `id` gives."""
     objects = (None, True, 1.5, [], *map(object.__new__, [object] * 50))
-    assert _watch._identities_of(len(objects))(objects) == _watch._ids(objects)
+    assert _watch._pointers_of(len(objects))(objects) == _watch._ids(objects)
     assert _watch._READS_TUPLES

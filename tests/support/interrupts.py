@@ -434,7 +434,7 @@ def process_state() -> dict[str, Any]:
         "optimizer hooks": [len(table) for table in torch_optimizers.HOOKS_OF_ALL],
         "collection": gc.isenabled(),
         "recording": (_capturing.captures.recorded, set(_passes.Passes.recording)),
-        "made for captures": (_segments.no_collection.is_made(), _segments.no_recompile.is_made()),
+        "made for captures": (set(_segments.no_collection._users), set(_segments.no_recompile._users)),
         "capture": (_turns._here.captures, _capturing.captures.answer, dict(_capturing._answers)),
         "a trace can be written": trace_works(),
         "torch functions": torch._C._is_torch_function_enabled(),

@@ -32,49 +32,27 @@ class _PythonCall(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation below autograd.
+    """One operation below autograd."""
 
-    Attributes:
-        text: name, and arguments with dtypes and shapes.
-        details: strides, devices, and numbers that Python code passed. They too decide which kernel runs.
-        call: the call from Python that it is a part of, in forward or backward; None if that is not known.
-        node: the autograd node that it is a part of in backward; "" in forward.
-    """
-
-    text: str
-    details: tuple[Any, ...]
-    call: _PythonCall | None
-    node: str
-
-    @property
-    def line(self) -> str:
-        """`file:line: source` of the user's code, "" if that is not known."""
-        return line_text(*self.call.place) if self.call is not None and self.call.place else ""
+    text: str  # name, and arguments with dtypes and shapes
+    details: tuple[Any, ...]  # strides, devices, and numbers that Python code passed, for they decide which kernel runs
+    call: _PythonCall | None  # that it is a part of, in forward or backward; None if that is not known
+    node: str  # the autograd node that it is a part of in backward; "" in forward
 
 
 class Record(NamedTuple):
-    """The operations of a call.
+    """The operations of a call."""
 
-    Attributes:
-        threads: the operations on the calling thread, and those on each of autograd's threads.
-    """
-
-    threads: tuple[tuple[Operation, ...], ...]
+    threads: tuple[tuple[Operation, ...], ...]  # those on the calling thread, and on each of autograd's threads
 
 
 @dataclass(eq=False)
 class RecordedCall:
-    """What `recorded_call` yields.
+    """What `recorded_call` yields."""
 
-    Attributes:
-        lenient: see `recorded_call`.
-        text: torch's trace of the call, "" before its end, and if torch can write none (`execution_trace`).
-        calls: the calls from Python that have marks in it.
-    """
-
-    lenient: bool = False
-    text: str = ""
-    calls: list[_PythonCall] = field(default_factory=list)
+    lenient: bool = False  # see `recorded_call`
+    text: str = ""  # torch's trace of the call, "" before its end, and if torch can write none (`execution_trace`)
+    calls: list[_PythonCall] = field(default_factory=list)  # those from Python that have marks in it
 
     @property
     def is_recorded(self) -> bool:
@@ -262,11 +240,19 @@ def _parsed(entries: dict[int, _Entry], calls: list[_PythonCall], lenient: bool)
             if lenient and owners.is_optimizers(i):
                 continue
             call, autograd_node = owners.call_and_node(i)
-            # Once per call: its first operation has the numbers that went into the call.
-            first = call >= 0 and not autograd_node and call not in noted
-            noted.update([call] if first else [])
             owner = calls[call] if call >= 0 else None
-            threads[entry.thread].append(_operation(entry, owner, owner if first else None, autograd_node))
+            # Once per call: its first operation has the numbers that went into the call.
+            from_python: tuple[Any, ...] = ()
+            if owner is not None and not autograd_node and call not in noted:
+                noted.add(call)
+                from_python = owner.numbers, owner.parameters
+            operation = Operation(entry.name, (), owner, autograd_node)
+            if entry.scope != _BACKWARD and not entry.name.startswith(_NUMBERED):
+                # The numbers of tensors and of their memory are others in each call.
+                inputs = _TENSOR.sub(r"[\1,\2]", entry.inputs)
+                text, strides, devices = _described_inputs(entry.schema, entry.name, inputs)
+                operation = Operation(text, (strides, devices, from_python), owner, autograd_node)
+            threads[entry.thread].append(operation)
     return Record(tuple(map(tuple, threads.values())))
 
 
@@ -320,15 +306,6 @@ class _Owners:
         return False
 
 
-def _operation(entry: _Entry, call: _PythonCall | None, numbers: _PythonCall | None, autograd_node: str) -> Operation:
-    if entry.scope == _BACKWARD or entry.name.startswith(_NUMBERED):
-        return Operation(entry.name, (), call, autograd_node)
-    # The numbers of tensors and of their memory are others in each call.
-    text, strides, devices = _described_inputs(entry.schema, entry.name, _TENSOR.sub(r"[\1,\2]", entry.inputs))
-    from_python = () if numbers is None else (numbers.numbers, numbers.parameters)
-    return Operation(text, (strides, devices, from_python), call, autograd_node)
-
-
 @functools.lru_cache(maxsize=4096)
 def _described_inputs(schema: str, name: str, inputs: str) -> tuple[str, str, tuple[str, ...]]:
     """Return the text of an operation, and strides and devices of its arguments."""
@@ -369,7 +346,8 @@ def first_difference(eager: Record, captured: Record) -> str:
 
 def _described(eager: Operation | None, captured: Operation | None) -> str:
     known = [each for each in (captured, eager) if each is not None]
-    line, node = next((each.line for each in known if each.line), ""), known[0].node
+    places = [each.call.place for each in known if each.call is not None and each.call.place]
+    line, node = line_text(*places[0]) if places else "", known[0].node
     where = f"{line}{', in its backward' if node else ''} - " if line else f"in {node} - " if node else ""
     then, now = ("nothing more" if each is None else each.text for each in (eager, captured))
     if eager is not None and captured is not None and then == now:

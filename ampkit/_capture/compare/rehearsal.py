@@ -17,17 +17,10 @@ class Rehearsal:
 
     A graph repeats what the capture recorded. If the eager call did something else, then the step depends on something
     that is neither its input nor declared state, such as a number that changes on the host.
-
-    Args:
-        lenient: see `recorded_call`.
-
-    Attributes:
-        lenient: as given.
-        numbers: see `recorded_call`; known once the call under the preflight was made.
     """
 
-    lenient: bool
-    numbers: bool = False
+    lenient: bool  # see `recorded_call`
+    numbers: bool = False  # the same; known once the call under the preflight was made
     _eager: RecordedCall | None = None
     _captured: RecordedCall | None = None
     _missed: int = 0

@@ -1,7 +1,7 @@
 """Verification: a replay and an eager call are made from one saved state, and their results are compared bit by bit."""
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,19 +29,12 @@ _REPLAYS = (2, 6)  # replays after the first, if something differs; the six only
 
 
 class Verdict(NamedTuple):
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        outputs: the outputs of the eager call. The state is what that call has left.
-        problem: what the replay did wrong, "" if nothing.
-        noise: how much replays differ from each other, in words; "" if they agree or were not compared.
-        skipped: why nothing was compared, "" if it was. Then outputs and state are those of the replay.
-    """
-
-    outputs: Any
-    problem: str = ""
-    noise: str = ""
-    skipped: str = ""
+    outputs: Any  # of the eager call; the state is what that has left
+    problem: str = ""  # what the replay did wrong
+    noise: str = ""  # how much replays differ from each other, in words; "" if they agree or were not compared
+    skipped: str = ""  # why nothing was compared; then outputs and state are those of the replay
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,6 @@ class Verifier:
         it, on this rank or another one, nothing is compared. If an eager call of one of several ranks runs out of
         memory all the same, that raises, because the others wait in it.
 
-        Args:
-            captured: the graph.
-            eager: the function.
-            leaves: the batch.
-            pool_bytes: memory of the graphs, which an eager call does not use.
-
         Raises:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
@@ -120,7 +107,7 @@ class Verifier:
         return verdict
 
     def _has_room(self, pool_bytes: int) -> bool:
-        """Return whether there is memory for copies of the state, and for an eager call beside the graphs.
+        """Return whether there is memory for copies of the state, and for an eager call beside the graphs' pool.
 
         Ranks must know it beforehand: one that fails in a backward keeps the others waiting.
         """
@@ -135,13 +122,10 @@ class Verifier:
         return True
 
     def compare(self, replay: Callable[[], Any], eager: Callable[[], Any], *, watches: bool = True) -> Verdict:
-        """Compare a replay with an eager call.
+        """Compare a replay, whose outputs may be overwritten later, with an eager call of the same step.
 
-        Args:
-            replay: does the step. Its outputs may be overwritten later.
-            eager: does the same step, from the same state.
-            watches: whether to look for writes to memory that is not declared, which makes the eager call slow. Calls
-                of one key do the same, so the first comparison of a graph has shown it.
+        With `watches`, writes are looked for to memory that is not declared, which makes the eager call slow. Calls of
+        one key do the same, so the first comparison of a graph has shown it.
         """
         start = Snapshot(self.state, self.generators)
         with Undo() as undo:
@@ -154,11 +138,11 @@ class Verifier:
         ranks = self.ranks
         replayed = self._results(replay())
         start.restore()
-        averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
-        watch = _WriteWatch(self.state, averaged, ranks.shards.gathered_addresses)
+        watch = _WriteWatch(self.state, ranks)
         with watch if watches else nullcontext():
             outputs = eager()
-        watch.undo()
+        for tensor in watch.undeclared:
+            tensor.put_back()
         expected = self._results(outputs)
         if not ranks.agree(not watch.undeclared):
             return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs)
@@ -252,24 +236,19 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> dict[st
 
 
 class _WriteWatch(WatchingMode):
-    """Notices writes to memory that was there before and is not declared, and can undo them.
+    """Notices writes to memory that was there before and is no part of the state, and remembers what was there.
 
     Compiled code allocates without an operation. So what it writes to as the output of an operation is taken for memory
     of its own, and so is what is freed again. Of torch.cond and flex_attention torch refuses those that write to an
     argument.
-
-    Args:
-        state: what may be written to.
-        averaged: parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
-            gradients, and the gradients may lie in these.
-        gathered: returns the addresses of the memory that `fully_shard` fills, and frees, within a step.
     """
 
-    def __init__(
-        self, state: TrainingState, averaged: Sequence[Tensor], gathered: Callable[[], Collection[int]]
-    ) -> None:
+    def __init__(self, state: TrainingState, ranks: Ranks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self._averaged, self._gathered = averaged, gathered
+        # Parameters whose gradients DDP averages. It does so in buckets of its own, where autograd accumulates
+        # gradients, and the gradients may lie in these.
+        self._averaged = [param for ddp in ranks.wrappers for param in ddp.parameters()]
+        self._gathered = ranks.shards.gathered_addresses  # of memory that `fully_shard` fills, and frees, within a step
         self._state = state
         self._known = {storage_address(tensor) for tensor in state.tensors().values()}
         self._undeclared: dict[int, Remembered] = {}
@@ -315,11 +294,6 @@ class _WriteWatch(WatchingMode):
         return [
             tensor for address, tensor in self._undeclared.items() if address not in declared and not tensor.is_gone
         ]
-
-    def undo(self) -> None:
-        """Give these tensors the values that they had before."""
-        for tensor in self.undeclared:
-            tensor.put_back()
 
     def describe(self) -> str:
         """Return in words which tensors were written to."""

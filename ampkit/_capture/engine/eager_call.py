@@ -60,7 +60,7 @@ class EagerCalls:
 
     def __init__(self, session: Session) -> None:
         self._device, self._fallback = session.device, session.fallback
-        self._watch, self._reducers = session.state.watch, session.ranks.reducers
+        self._state, self._reducers = session.state, session.ranks.reducers
         self.stream = session.stream
         self.counts: Counter[str] = Counter()
 
@@ -73,7 +73,7 @@ class EagerCalls:
     ) -> Any:
         """Return `own(outputs)` of what `fn` returns, called eagerly in this context, and counted under this reason."""
         self.counts[reason] += 1
-        self._watch.refresh_rates()
+        self._state.refresh_rates()
         self._reducers.begin_eager_call()
         return self.on_stream(fn, context, own)
 

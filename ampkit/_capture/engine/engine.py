@@ -56,7 +56,7 @@ class Engine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._state, self._watch, self._ranks = session.state, session.state.watch, session.ranks
+        self._state, self._ranks = session.state, session.ranks
         self._reader = BatchReader(session.device)
         session.ranks.reducers.stream = session.stream
         if session.on_cuda:
@@ -100,7 +100,7 @@ class Engine:
             call = self._call_without_key if has_no_key else self._call_at_rest
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(call, phase), spec, args, kwargs, leaves, changing)
-        if self._watch.present() is not self._settings_history.generation:
+        if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:

@@ -77,7 +77,7 @@ class HostDraws:
             self.clear()
             self._fallback.warn_once("draws", _CHANGED)
             return
-        self._ranks.tell_of_draws()
+        self._ranks.draws = True
         if key.outcomes in (None, NEW):
             self._layouts.move(key, key._replace(outcomes=path.outcomes))
         if tree.paths >= MOST_PATHS:

@@ -64,7 +64,9 @@ class LayoutCapture:
         keep_apart(inputs, self._session.state, layout.writes.paths())
         # Eager calls take as long where other ranks draw something else, but there is another graph.
         timing = Timing(layout.timing.eager) if key.ranks_outcome else layout.timing
-        captured = self._cache.add(key, graph, inputs, pool_bytes, timing, layout.answer.sees_capture, flags)
+        grown = max(0, self._cache.pool_bytes - pool_bytes)
+        captured = Captured(graph, inputs, grown, timing, layout.answer.sees_capture, flags)
+        self._cache.add(key, captured)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)
 

@@ -45,7 +45,7 @@ def record(
     before = state.tensors()
     walk = Walk(state.modules)
     flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
-    held = state.watch.held_tensors()
+    held = state.held_tensors()
     failure: CaptureError | None = None
     ranks.reducers.begin_capture()
     state.renew_gradient_nodes()
@@ -86,7 +86,8 @@ def record(
         return None
 
     def leave() -> None:
-        walk.leave(changed, left)
+        walk.set_flags(changed)
+        walk.set_gradients(left)
         put(put_there)
 
     return leave

@@ -119,7 +119,7 @@ class WarmUp:
 
     def _rehearse(self, key: Key, layout: Layout, call: EagerCall) -> tuple[Any, bool]:
         """Make the call. Return what it returns, and whether the preflight has seen each place that it has replaced."""
-        carried, held = self._state.carried, self._state.watch.held_tensors()
+        carried, held = self._state.carried, self._state.held_tensors()
         places = carried.places(held)
 
         def rehearsal() -> Any:
@@ -149,7 +149,7 @@ class WarmUp:
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
         """
         session, state, answer = self._session, self._state, layout.answer
-        known, held = state.tensors().keys(), state.watch.held_tensors()
+        known, held = state.tensors().keys(), state.held_tensors()
         places = state.carried.places(held)
         other_answer = bool(answer.problem_when_hidden)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,7 @@ from .timing import Saving, Timing, combined
 
 
 class Captured:
-    """A graph, the buffers that it reads its input from, and what it costs.
-
-    Attributes:
-        inputs: the buffers.
-        nbytes: device memory that came with it: what the pool grew by in its capture, and the buffers.
-        timing: how often it was replayed, and how long a replay and an eager call take.
-        sees_capture: whether the code of its eager calls is told that it is being captured.
-        compared: whether a replay was compared with an eager call.
-    """
+    """A graph, the buffers that it reads its input from, and what it costs."""
 
     def __init__(
         self,
@@ -45,10 +37,10 @@ class Captured:
         self._graph = graph
         self._set_flags = set_flags  # what the calls leave on the host, see `record`
         self.inputs = inputs
-        self.nbytes: int = pool_bytes + inputs.nbytes
+        self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
-        self.sees_capture = sees_capture
-        self.compared = False
+        self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
+        self.compared = False  # whether a replay was compared with an eager call
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -72,23 +64,14 @@ class Captured:
 
 @dataclass(eq=False)
 class GraphLengths:
-    """Graphs that do several calls each, of one layout and different lengths. They read from the same buffers.
+    """Graphs that do several calls each, of one layout and different lengths. They read from the same buffers."""
 
-    Attributes:
-        buffers: for as many calls as the longest graph does.
-        graphs: by the number of windows that they do.
-        sees_capture: whether the code of its eager calls is told that it is being captured.
-        writes: the paths of the tensors of the state that the calls change.
-        launches: how often one of them was launched.
-        pool_bytes: what the pool grew by in their captures.
-    """
-
-    buffers: list[Tensor]
-    sees_capture: bool
-    writes: set[str]
-    graphs: dict[int, Captured] = field(default_factory=dict)
-    launches: int = 0
-    pool_bytes: int = 0
+    buffers: list[Tensor]  # for as many calls as the longest graph does
+    sees_capture: bool  # whether the code of its eager calls is told that it is being captured
+    writes: set[str]  # the paths of the tensors of the state that the calls change
+    graphs: dict[int, Captured] = field(default_factory=dict)  # by the number of windows that they do
+    launches: int = 0  # of any of them
+    pool_bytes: int = 0  # what the pool grew by in their captures
 
     @property
     def buffer_bytes(self) -> int:
@@ -107,11 +90,8 @@ class GraphOutputs:
     The numbers among the outputs (loss, norm, whether the step was skipped) are gathered in one block of bytes, by one
     kernel of the graph. So a replay is followed by one copy for all of them.
 
-    To be made in the capture, behind the function.
-
-    Args:
-        tree: what it returned.
-        gathers: whether to gather numbers. Without it, the graph has no kernel that the function did not launch.
+    To be made in the capture, behind the function, with what it returned. Without `gathers` no numbers are gathered,
+    and the graph has no kernel that the function did not launch.
     """
 
     def __init__(self, tree: Any, *, gathers: bool = True) -> None:
@@ -197,18 +177,12 @@ class Rebuilt:
     """Makes a tree again, of other tensors. It makes what `tree_unflatten` would make, in less time.
 
     A tuple of constants stays the same object: with accumulation there is one that has a number for each parameter.
-
-    Args:
-        tree: to be made again.
-
-    Attributes:
-        tensors: those of the tree.
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # those of the tree
         self._constants: list[Any] = []
-        containers: list[tuple[Callable[[Sequence[Any]], Any], list[_TreePlace]]] = []
+        containers: list[tuple[Callable[[Sequence[Any]], Any], list[tuple[str, int]]]] = []
         self._find(tree, containers)
         begin = {_TENSOR: 0, _CONSTANT: len(self.tensors), _CONTAINER: len(self.tensors) + len(self._constants)}
         # How each container is made of what comes before it: tensors, constants, containers inside of it.
@@ -231,24 +205,19 @@ class Rebuilt:
             made.append(map(make, zip(*inside, strict=False) if inside else repeat(())))
         return made[-1]
 
-    def _find(self, node: Any, containers: list[Any]) -> "_TreePlace":
-        """Note what a node has in it, and return where it will be."""
+    def _find(self, node: Any, containers: list[Any]) -> tuple[str, int]:
+        """Note what a node has in it, and return where it will be: its number among those of its kind."""
         if isinstance(node, Tensor):
             self.tensors.append(node)
-            return _TreePlace(_TENSOR, len(self.tensors) - 1)
+            return _TENSOR, len(self.tensors) - 1
         # A tuple of constants is one constant, which every replay returns as the same object.
         constant = type(node) in _CONSTANTS or (type(node) is tuple and _CONSTANTS.issuperset(map(type, node)))
         make, children = (None, ()) if constant else _parts(node)
         if make is None:
             self._constants.append(node)
-            return _TreePlace(_CONSTANT, len(self._constants) - 1)
+            return _CONSTANT, len(self._constants) - 1
         containers.append((make, [self._find(child, containers) for child in children]))
-        return _TreePlace(_CONTAINER, len(containers) - 1)
-
-
-class _TreePlace(NamedTuple):
-    kind: str
-    number: int
+        return _CONTAINER, len(containers) - 1
 
 
 _TENSOR, _CONSTANT, _CONTAINER = "tensor", "constant", "container"
@@ -286,21 +255,13 @@ _CONSTANTS = frozenset(CONSTANTS)
 
 @dataclass(eq=False)
 class Cache:
-    """The graphs of one step by key, the least recently used first. They share one pool.
+    """The graphs of one step by key, the least recently used first. They share one pool."""
 
-    Args:
-        limit: how many are kept. It may be changed.
-        budget: how many bytes their pool and buffers may take together; None for no limit.
-
-    Attributes:
-        limit: how many graphs are kept from now on.
-        multi_step: graphs of several calls each, the least recently used first. They do not count against the limit.
-    """
-
-    limit: int
-    _budget: int | None
+    limit: int  # how many are kept; it may be changed
+    _budget: int | None  # how many bytes their pool and buffers may take together; None for no limit
     _pool: Pool = field(default_factory=Pool)
     _graphs: OrderedDict[Key, Captured] = field(default_factory=OrderedDict)
+    # Those of several calls each, the least recently used first. They do not count against the limit.
     multi_step: OrderedDict[Key, GraphLengths] = field(default_factory=OrderedDict)
     _dropped: Saving = field(default_factory=partial(Saving, 0, None, None))
     _last: tuple[Key, Captured] | None = None  # the most recently used one
@@ -360,23 +321,10 @@ class Cache:
         """Return a graph to capture: an emulated one if there is no stream."""
         return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators)
 
-    def add(
-        self,
-        key: Key,
-        graph: Graph,
-        inputs: StaticInputs,
-        pool_bytes_before: int,
-        timing: Timing,
-        sees_capture: bool,
-        set_flags: Callable[[], None] | None = None,
-    ) -> Captured:
-        """Keep a graph that was captured. The pool had `pool_bytes_before` bytes before that."""
-        captured = Captured(
-            graph, inputs, max(0, self._pool.nbytes - pool_bytes_before), timing, sees_capture, set_flags
-        )
+    def add(self, key: Key, captured: Captured) -> None:
+        """Keep a graph."""
         self._last = None
         self._graphs[key] = captured
-        return captured
 
     def over_budget(self) -> bool:
         """Return whether all graphs together take more than the budget."""

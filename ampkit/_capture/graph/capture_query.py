@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -31,21 +32,13 @@ _BRANCHES_OF_TORCH = ("torch.nn.modules._functions",)
 
 
 class _Captures(threading.local):
-    """What is known per thread.
+    """What is known per thread."""
 
-    Attributes:
-        recorded: how many calls it is in whose operations are those of a graph, or are compared with them.
-        answer: what user code is told; None if that is the truth.
-        asked: whether user code has asked.
-        noting: whether it is to be noted, too, where user code asks.
-        asked_in_checkpoint: whether it has asked in a function that a backward pass may call again.
-    """
-
-    recorded = 0
-    answer: bool | None = None
-    asked = False
-    noting = False
-    asked_in_checkpoint = False
+    recorded = 0  # how many calls it is in whose operations are those of a graph, or are compared with them
+    answer: bool | None = None  # what user code is told; None if that is the truth
+    asked = False  # whether user code has asked
+    noting = False  # whether it is to be noted, too, where user code asks
+    asked_in_checkpoint = False  # whether it has asked in a function that a backward pass may call again
 
 
 captures = _Captures()
@@ -101,14 +94,12 @@ def answering(answer: bool, stream: int | None = None, *, notes: bool = False) -
 
 def seeing_capture(fn: Callable[_P, _R], sees_capture: bool) -> Callable[_P, _R]:
     """Return `fn` for a call in which user code is told that it is being captured, if `sees_capture` is true."""
-    if not sees_capture:
-        return fn
 
     def seeing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with answering(True):
             return fn(*args, **kwargs)
 
-    return seeing
+    return seeing if sees_capture else fn
 
 
 @dataclass(eq=False)
@@ -117,13 +108,9 @@ class Answer:
 
     The answer changes once at most: if what the code does when it is told False cannot be captured, it is told True.
 
-    Args:
-        sees_capture: the first answer.
-        may_change: whether there may be another one.
-
     Attributes:
         sees_capture: the answer, in eager calls too.
-        may_change: as given; False once another answer is kept.
+        may_change: whether there may be another one.
         problem_when_hidden: while the answer True is tried: why the code that was told False cannot be captured. "" if
             nothing was tried yet.
     """
@@ -134,10 +121,9 @@ class Answer:
     _news: str = ""
 
     def try_other(self, problem: str) -> bool:
-        """Change the answer if user code has asked in the call just made. Return whether it was changed.
+        """Change the answer if user code has asked in the call just made, which cannot be captured for this problem.
 
-        Args:
-            problem: why what it did cannot be captured.
+        Return whether it was changed.
         """
         if self.problem_when_hidden or not (self.may_change and captures.asked):
             return False
@@ -155,11 +141,7 @@ class Answer:
         self._news, self.problem_when_hidden, self.may_change = self.problem_when_hidden, "", False
 
     def take_news(self, since: str) -> str:
-        """Return what to say of a new answer, once; "" if there is none.
-
-        Args:
-            since: from when on it is given.
-        """
+        """Return what to say of a new answer, which is given from `since` on, once; "" if there is none."""
         problem, self._news = self._news.rstrip("."), ""
         return problem and (
             "code that asks torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() took a branch "
@@ -219,14 +201,6 @@ def _told(frame: FrameType, truth: Callable[[], bool]) -> bool:
         return (answer is not None and caller in _BRANCHES_OF_TORCH) or truth()
     captures.asked = True
     if captures.noting and not captures.asked_in_checkpoint:
-        captures.asked_in_checkpoint = _is_checkpointed(frame)
+        around = (each.f_globals.get("__name__") for each, _ in walk_stack(frame))
+        captures.asked_in_checkpoint = "torch.utils.checkpoint" in around
     return truth() if answer is None else answer
-
-
-def _is_checkpointed(frame: FrameType | None) -> bool:
-    """Return whether a frame runs in a function that torch's checkpointing calls."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False

@@ -22,8 +22,6 @@ from .pool import growing_segments, no_collection
 from .turns import within_capture
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
-
-
 Then = Callable[[Any], Any]
 
 

@@ -18,8 +18,7 @@ from ..._errors import CaptureWarning
 from ..._torch.device.execution_trace import enter_mark, exit_mark, profiler_enabled
 from ..._undo import Undo
 from .graph import Graph, MakeContext, Then, same
-from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls
-from .profiled_trace import read_trace
+from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls, read_trace
 
 GRAPH_MARK = "ampkit: graph "
 ROOT = "(model)"  # the path of a module that no other one contains
@@ -69,17 +68,10 @@ NOT_NOTED = NotedKernels((), "no call before its capture was profiled")
 
 @dataclass(eq=False)
 class KernelNames:
-    """Notes the kernels of calls, and keeps a table for each graph.
+    """Notes the kernels of calls, and keeps a table for each graph."""
 
-    Args:
-        modules: the modules whose paths are noted, by the name that messages use. More may be added.
-
-    Attributes:
-        tables: of the graphs captured so far, the oldest first.
-    """
-
-    _modules: Mapping[str, nn.Module]
-    tables: list[KernelTable] = field(default_factory=list)
+    _modules: Mapping[str, nn.Module]  # whose paths are noted, by the name that messages use; more may be added
+    tables: list[KernelTable] = field(default_factory=list)  # the oldest first
 
     @contextmanager
     def noted(self, scopes: bool) -> Iterator[list[NotedKernels]]:
@@ -118,11 +110,9 @@ class KernelNames:
         noted.append(NotedKernels(tuple(map(tuple, by_stream.values())), ""))
 
     def named(self, graph: Graph, calls: Sequence[NotedKernels]) -> Graph:
-        """Return the graph with a mark around each replay, and keep a table of its kernels.
+        """Return a graph that is about to be captured with a mark around each replay, and keep a table of its kernels.
 
-        Args:
-            graph: about to be captured.
-            calls: what was noted of the calls that it does, in order.
+        `calls` is what was noted of the calls that it does, in order.
         """
         mark = f"{GRAPH_MARK}{next(_numbers)}"
         problem = next((call.problem for call in calls if call.problem), "")
@@ -185,14 +175,14 @@ def _module_marks(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         if opened.marks:
             exit_mark(opened.marks.pop())
 
+    def exit_all() -> None:
+        while own:
+            exit_mark(own.pop())
+
     with Undo() as undo:
-        undo.note(_exit_all, own)  # what an interrupt has left open
-        for register, hook, options in (
-            (global_hooks.register_module_forward_pre_hook, before, {}),
-            (global_hooks.register_module_forward_hook, behind, {"always_call": True}),
-        ):
-            handle = register(hook, **options)
-            undo.note(handle.remove)
+        undo.note(exit_all)  # what an interrupt has left open
+        undo.note(global_hooks.register_module_forward_pre_hook(before).remove)
+        undo.note(global_hooks.register_module_forward_hook(behind, always_call=True).remove)
         yield
 
 
@@ -201,11 +191,6 @@ class _Opened(threading.local):
     """The marks of modules whose forward runs in this thread."""
 
     marks: list[Any] = field(default_factory=list)
-
-
-def _exit_all(marks: list[Any]) -> None:
-    while marks:
-        exit_mark(marks.pop())
 
 
 def _stop(profiler: torch.profiler.profile) -> None:

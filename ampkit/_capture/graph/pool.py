@@ -16,15 +16,9 @@ from ..._undo import Undo
 
 @dataclass(eq=False)
 class _SharedChange:
-    """A temporary change of the process that several threads may want at the same time.
+    """A temporary change of the process that several threads may want: the first makes it, the last undoes it."""
 
-    The first thread makes the change, and the last one undoes it.
-
-    Args:
-        make: notes how to undo the change, and makes it.
-    """
-
-    _make: Callable[[Undo], None]
+    _make: Callable[[Undo], None]  # notes how to undo the change, and makes it
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: set[object] = field(default_factory=set)
     _undo: Undo = field(default_factory=Undo)
@@ -42,10 +36,6 @@ class _SharedChange:
                     self._make(self._undo)
             yield
 
-    def is_made(self) -> bool:
-        """Return whether the change is made."""
-        return bool(self._users)
-
     def _leave(self, user: object) -> None:
         with self._lock:
             self._users.discard(user)
@@ -62,7 +52,6 @@ def _stop_collection(undo: Undo) -> None:
 # A cycle that is collected during a capture may free tensors, or a graph, which a capture does not allow. To collect
 # before the capture would prevent that as well, but takes 0.1 s and more.
 no_collection = _SharedChange(_stop_collection)
-
 
 # torch.compile's stance is one for the whole process.
 no_recompile = _SharedChange(fail_on_recompile)
@@ -106,22 +95,15 @@ class _Growth:
             set_allocator_settings(settings)
             return
         if self._possible is None and torch.cuda.is_initialized():
-            self._possible = _can_map_memory()
+            # WSL2 cannot map memory (pytorch#192330), nor can some virtual GPUs, as an allocation finds out.
+            try:
+                with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # in which there is no memory yet
+                    torch.empty(1, device="cuda")
+                self._possible = True
+            except RuntimeError as error:
+                self._possible = "CUDA driver error" not in str(error) or "out of memory" in str(error)
             if not self._possible:
                 undo.undo()
-
-
-def _can_map_memory() -> bool:
-    """Return whether this machine can map memory, as an allocation finds out.
-
-    WSL2 cannot (pytorch#192330), nor can some virtual GPUs.
-    """
-    try:
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # in which there is no memory yet
-            torch.empty(1, device="cuda")
-    except RuntimeError as error:
-        return "CUDA driver error" not in str(error) or "out of memory" in str(error)
-    return True
 
 
 growing_segments = _SharedChange(_Growth().begin)

@@ -5,8 +5,12 @@ stand in for kernels.
 """
 
 import bisect
+import gzip
+import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -24,37 +28,22 @@ _AROUND_OPERATIONS = ("autograd::", "torch::autograd::", "profiler::")
 
 
 class Kernel(NamedTuple):
-    """One kernel, copy or fill on a GPU in a trace; or one operation on the CPU, where no GPU took part.
-
-    Attributes:
-        name: what the trace calls it.
-        stream: the stream that it ran on, "device 0, stream 7", or the thread of the CPU.
-        start: when it began, in microseconds of the trace.
-        duration: how long it took, in microseconds.
-        event: its place in the list of events.
-        launch: the place of the event of the host that it belongs to, -1 if that is not known.
-    """
+    """One kernel, copy or fill on a GPU in a trace; or one operation on the CPU, where no GPU took part."""
 
     name: str
-    stream: str
-    start: float
-    duration: float
-    event: int
-    launch: int
+    stream: str  # "device 0, stream 7", or the thread of the CPU
+    start: float  # in microseconds of the trace
+    duration: float  # in microseconds
+    event: int  # its place in the list of events
+    launch: int  # the place of the event of the host that it belongs to, -1 if that is not known
 
 
 class Call(NamedTuple):
-    """What ran within a mark in a trace.
+    """What ran within a mark in a trace."""
 
-    Attributes:
-        mark: the name of the mark, "" for the launch of a graph outside of all marks.
-        kernels: what it ran on the GPU, or on the CPU, in the order of their starts.
-        graph: whether a CUDA graph was launched. Then only its kernels are listed.
-    """
-
-    mark: str
-    kernels: tuple[Kernel, ...]
-    graph: bool
+    mark: str  # its name, "" for the launch of a graph outside of all marks
+    kernels: tuple[Kernel, ...]  # in the order of their starts
+    graph: bool  # whether a CUDA graph was launched; then only its kernels are listed
 
 
 class Owner(NamedTuple):
@@ -72,12 +61,30 @@ class Owner(NamedTuple):
     operation: str
 
 
-class ProfiledCalls:
-    """The events of a trace, in which calls are looked up.
+def read_trace(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the trace in a file that `export_chrome_trace` wrote, with its `traceEvents` as a list.
 
-    Args:
-        events: the `traceEvents` of an exported trace.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has no trace in it.
     """
+    file = Path(path)
+    data = file.read_bytes()
+    if file.suffix == ".gz":
+        data = gzip.decompress(data)
+    trace = json.loads(data.decode(errors="replace"), strict=False)  # torch writes names of kernels as they are
+    return checked_trace(trace, str(path))
+
+
+def checked_trace(trace: Any, name: str) -> dict[str, Any]:
+    """Return a trace. Raise a `ValueError` if it is none."""
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f"{name}: expected a trace as torch.profiler's export_chrome_trace writes it.")
+    return trace
+
+
+class ProfiledCalls:
+    """The `traceEvents` of an exported trace, in which calls are looked up."""
 
     def __init__(self, events: Sequence[Any]) -> None:
         self._events = events
@@ -98,22 +105,19 @@ class ProfiledCalls:
 
     def marked(self, prefix: str) -> Iterator[Call]:
         """Yield the calls within marks whose names begin like this, in order of time."""
-        marks = [
-            event
-            for event in self._events
-            if event.get("cat") == "user_annotation" and event["name"].startswith(prefix)
-        ]
-        for mark in sorted(marks, key=lambda event: float(event["ts"])):
-            yield self._call(mark)
+        yield from map(self._call, sorted(self._marks(prefix), key=lambda event: float(event["ts"])))
 
     def unmarked_graphs(self, prefix: str) -> Iterator[Call]:
         """Yield the launches of graphs outside of all such marks, in order of time."""
-        marks = [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
+        marks = self._marks(prefix)
         for i in sorted(self._launches, key=lambda i: float(self._events[i]["ts"])):
             event = self._events[i]
             here = [mark for mark in marks if _thread_of(event) == _thread_of(mark)]
             if _GRAPH_LAUNCH in event["name"] and not any(_during(event, mark) for mark in here):
                 yield Call("", _in_order(list(self._launched(i))), True)
+
+    def _marks(self, prefix: str) -> list[Any]:
+        return [e for e in self._events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix)]
 
     def _call(self, mark: Any) -> Call:
         nodes = {
@@ -128,12 +132,11 @@ class ProfiledCalls:
         if graphs:
             return Call(mark["name"], _in_order([kernel for i in graphs for kernel in self._launched(i)]), True)
         kernels = [kernel for i in launches for kernel in self._launched(i)]
-        found = {kernel.event for kernel in kernels}
+        known = {kernel.event for kernel in kernels}
         # Not every call that launches a kernel is in the trace, but the operation around it is.
-        others = [place for places in self._on_device.values() for place in places if place not in found]
-        for kernel in (self._kernel(place, None) for place in others):
-            if kernel.launch >= 0 and _during(self._events[kernel.launch], mark):
-                kernels.append(kernel)
+        others = [place for places in self._on_device.values() for place in places if place not in known]
+        found = [self._kernel(place, None) for place in others]
+        kernels += [k for k in found if k.launch >= 0 and _during(self._events[k.launch], mark)]
         # What other threads launch meanwhile, such as a loader's, is no part of the call.
         kernels = [k for k in kernels if k.launch >= 0 and _thread_of(self._events[k.launch]) in threads]
         return Call(mark["name"], _in_order(kernels or list(self._operations(mark, threads))), False)
@@ -270,8 +273,7 @@ def _threads(events: Sequence[Any]) -> dict[Any, _Thread]:
                 opened.pop()
             parents[i] = opened[-1] if opened else -1
             opened.append(i)
-        starts = [float(events[i]["ts"]) for i in places]
-        ends = {i: _end(events[i]) for i in places}
+        starts, ends = [float(events[i]["ts"]) for i in places], {i: _end(events[i]) for i in places}
         threads[thread] = _Thread(places, starts, ends, parents)
     return threads
 

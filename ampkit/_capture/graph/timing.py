@@ -39,18 +39,11 @@ class Clock:
 
 
 class Durations:
-    """How long some calls took.
-
-    Args:
-        most: how many calls are to be timed.
-
-    Attributes:
-        wanted: whether more calls are to be timed.
-    """
+    """How long some calls took."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self.wanted: bool = most > 0
+        self._most = most  # how many calls are to be timed
+        self.wanted: bool = most > 0  # whether more of them are
         self._marks: list[tuple[Any, Any]] = []  # not read yet
         self._ms: list[float] = []
 
@@ -68,17 +61,13 @@ class Durations:
 
 @dataclass(eq=False)
 class Timing:
-    """How long calls with one layout of the input take.
+    """How long calls with one layout of the input take."""
 
-    Attributes:
-        eager: times of warm-up calls, other than the first one, in which libraries start, and that of the preflight.
-        replay: times of replays, other than the first one, which belongs to the call that captures.
-        replays: how many replays there were.
-    """
-
+    # Of warm-up calls, other than the first one, in which libraries start, and that of the preflight.
     eager: Durations = field(default_factory=partial(Durations, _EAGER))
+    # Other than the first one, which belongs to the call that captures.
     replay: Durations = field(default_factory=partial(Durations, _REPLAYS))
-    replays: int = 0
+    replays: int = 0  # how many there were
 
     def saving(self) -> "Saving":
         """Return both medians. Sync: waits for the timed calls to end."""
@@ -87,17 +76,10 @@ class Timing:
 
 @dataclass(eq=False)
 class Shares:
-    """How the time of some calls is shared among their parts and what is between them.
-
-    Args:
-        clock: takes the times.
-
-    Attributes:
-        wanted: whether more calls are to be measured.
-    """
+    """How the time of some calls is shared among their parts and what is between them."""
 
     _clock: Clock
-    wanted: bool = True
+    wanted: bool = True  # whether more calls are to be measured
     _marks: list[tuple[str, Any, Any]] = field(default_factory=list)  # of the parts of the present call
     _start: Any = None
     _calls: list[tuple[list[tuple[str, Any, Any]], Any, Any]] = field(default_factory=list)  # not read yet
@@ -137,15 +119,9 @@ class Shares:
 
 
 class Saving(NamedTuple):
-    """What replays saved.
+    """What replays saved. The time of one call, eager or replayed, is None if it was not measured."""
 
-    Attributes:
-        replays: how many replays there were.
-        eager_ms: time of one eager call, None if it was not measured.
-        replay_ms: time of one replay, None if it was not measured.
-    """
-
-    replays: int
+    replays: int  # how many there were
     eager_ms: float | None
     replay_ms: float | None
 

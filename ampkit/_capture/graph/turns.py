@@ -22,19 +22,13 @@ class StreamOrder:
 
     Graphs that share static inputs, a pool, or cuBLAS's workspace for the stream of their capture must not overlap in
     time. As long as all launches are on one stream, `follow` only compares two numbers.
-
-    Args:
-        device: a CUDA device.
-
-    Attributes:
-        last: the stream of the last launch; None if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         assert device.index is not None  # parameters have one
         self._device = device
         self._address = -1  # of the stream of the last launch; 0 is the default stream
-        self.last: torch.cuda.Stream | None = None
+        self.last: torch.cuda.Stream | None = None  # that of the last launch
 
     def follow(self) -> None:
         """Have the current stream wait for the last one, unless it is the same. To be called under a lock. Sync: none.
@@ -51,46 +45,24 @@ class StreamOrder:
 class Turns:
     """The calls of all steps that capture on one stream.
 
-    Args:
-        device: where they compute.
-
     Attributes:
-        lock: to be held during a call, user code included. Within the call another step may be called.
+        lock: to be held during a call, user code included. Within the call another step may be called. With a lock for
+            each step, two threads could wait for each other.
         order: of what the calls launch; None without a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lock: threading.RLock = (
-            threading.RLock()
-        )  # with a lock for each step, two threads could wait for each other
+        self.lock: threading.RLock = threading.RLock()
         self.order: StreamOrder | None = StreamOrder(device) if device.type == "cuda" else None
-
-    def begin(self, name: str) -> None:
-        """Have the work of this call run after that of the last call. To be called with the lock held."""
-        if _here.captures:
-            raise AmpkitError(
-                f"{name} was called within the capture of another graphed function, which cannot hold a second graph. "
-                "Call the plain function there: the outer graph then holds what it does."
-            )
-        if self.order is not None:
-            self.order.follow()
 
 
 @dataclass(eq=False)
 class Turn:
-    """Makes the calls of one step, each when no other thread is in a call on the same capture stream.
-
-    Args:
-        turns: the calls on that stream.
-        name: what messages call the step.
-
-    Attributes:
-        running: whether the step is in a call.
-    """
+    """Makes the calls of one step, each when no other thread is in a call on the same capture stream."""
 
     _turns: Turns
-    _name: str
-    running: bool = False
+    _name: str  # what messages call the step
+    running: bool = False  # whether the step is in a call
 
     def stream(self) -> torch.cuda.Stream | None:
         """Return the stream of the last launch on this step's device, None if there was none."""
@@ -100,7 +72,7 @@ class Turn:
         """Return what `fn` returns, called when no other thread is in a call.
 
         Raises:
-            AmpkitError: this step is running already, and `fn` is called from inside it.
+            AmpkitError: this step is running already, and `fn` is called from inside it; or this thread captures.
         """
         if current_graph_task() != -1:
             # Autograd has one thread per device. If this is the one, the call that runs may be waiting for it.
@@ -115,7 +87,10 @@ class Turn:
             try:  # in this frame, so that an interrupt at any moment leaves a step that can be called again
                 try:
                     self.running = True
-                    self._turns.begin(self._name)
+                    if _here.captures:
+                        raise AmpkitError(_CAPTURES.format(self._name))
+                    if self._turns.order is not None:
+                        self._turns.order.follow()
                     return fn(*args, **kwargs)
                 finally:
                     if len(opened) > depth:  # as in `_undo.call`
@@ -152,6 +127,10 @@ def within_capture() -> Iterator[None]:
         yield
 
 
+_CAPTURES = (
+    "{0} was called within the capture of another graphed function, which cannot hold a second graph. Call the plain "
+    "function there: the outer graph then holds what it does."
+)
 _NESTED = (
     "{0} was called from inside itself (by the function that it graphs, or by a hook that runs in it). Call the plain "
     "function there."

@@ -97,26 +97,20 @@ def with_values(thing: Any, change: Callable[[Any], Any]) -> Any:
     new_items = [change(item) for item in items]
     if not changed and all(new is old for old, new in zip(items, new_items, strict=True)):
         return thing
-    other = _with_items(thing, new_items) if items else copy.copy(thing)
+    if items and isinstance(thing, (tuple, frozenset)):
+        base: Any = tuple if isinstance(thing, tuple) else frozenset
+        other = base.__new__(type(thing), new_items)
+        changed = {name: new for name, (_, new) in attributes.items()}  # it has none yet
+    else:
+        other = copy.copy(thing)
+        if isinstance(thing, dict):
+            for key, item in zip(thing, new_items, strict=True):
+                other[key] = item
+        elif items:
+            other.clear()
+            other.update(new_items) if isinstance(thing, set) else other.extend(new_items)
     for name, value in changed.items():
         object.__setattr__(other, name, value)  # also where it is frozen
-    return other
-
-
-def _with_items(thing: Any, items: list[Any]) -> Any:
-    if isinstance(thing, (tuple, frozenset)):
-        base: Any = tuple if isinstance(thing, tuple) else frozenset
-        other = base.__new__(type(thing), items)
-        for name, value in _attributes(thing):
-            object.__setattr__(other, name, value)
-        return other
-    other = copy.copy(thing)
-    if isinstance(thing, dict):
-        for key, item in zip(thing, items, strict=True):
-            other[key] = item
-    else:
-        other.clear()
-        other.update(items) if isinstance(thing, set) else other.extend(items)
     return other
 
 

@@ -55,15 +55,9 @@ class Constant(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The layout of an input. Its hash is computed in every call, so it runs no Python code.
+    """The layout of an input. Its hash is computed in every call, so it runs no Python code."""
 
-    Attributes:
-        structure: the input without its leaves, see `_structure`. It is torch's tree if there is a container that
-            `_structure` does not know.
-        leaves: a `TensorSpec` or a `Constant` per leaf.
-    """
-
-    structure: Hashable
+    structure: Hashable  # see `_structure`; torch's tree if it has a container that `_structure` does not know
     leaves: tuple[TensorSpec | Constant, ...]
 
     @property
@@ -109,13 +103,9 @@ def read_batch(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
 
 @dataclass(eq=False)
 class BatchReader:
-    """Reads batches, in less time if they are tensors with the layout of the two batches before.
+    """Reads batches, in less time if they are tensors with the layout of the two batches before."""
 
-    Args:
-        device: where the tensors must be.
-    """
-
-    _device: torch.device
+    _device: torch.device  # where the tensors must be
     _previous: Spec | None = None
     _is_same: Callable[..., bool] | None = None  # whether leaves have the layout of the batch before
     _flat: int = -1  # how many arguments that batch had, if each of them was a tensor
@@ -264,11 +254,8 @@ class StaticInputs:
         buffers: the memory to use, a tensor for each tensor of the batch; None to allocate it.
 
     Attributes:
-        spec: as given.
-        args: the arguments of a call, with buffers in place of tensors.
-        kwargs: its keyword arguments, with buffers too.
+        args, kwargs: the arguments of a call, with buffers in place of tensors.
         changed: per buffer, whether the step changes it in place, as far as that is known.
-        any_changed: whether it changes one of them.
     """
 
     def __init__(self, spec: Spec, leaves: Sequence[Any], buffers: Sequence[Tensor] | None = None) -> None:
@@ -297,9 +284,7 @@ class StaticInputs:
     def keep_apart(self, written: Spans, state: Spans) -> None:
         """Refuse later batches that share memory with the state, if the step changes one of the two in place.
 
-        Args:
-            written: the tensors of the state that the step changes.
-            state: all tensors of the state.
+        `written` are the tensors of the state that the step changes, `state` are all of them.
         """
         self._written, self._state = written, state
         self.any_changed: bool = any(self.changed)
@@ -319,12 +304,11 @@ class StaticInputs:
         if self._expanded:
             for buffer, leaf in zip(self._buffers, given, strict=True):
                 once(buffer).copy_(once(leaf), non_blocking=True)
-            return
-        if self._together:
+        elif self._together:
             foreach_copy_(self._buffers, given, True)  # non_blocking
-            return
-        for buffer, leaf in zip(self._buffers, given, strict=True):
-            buffer.copy_(leaf, True)
+        else:
+            for buffer, leaf in zip(self._buffers, given, strict=True):
+                buffer.copy_(leaf, True)
 
     def copies_of(self, leaves: Sequence[Any]) -> list[Any]:
         """Return a batch of this layout, with tensors that lie in memory as the buffers do, and no version yet."""
@@ -343,9 +327,10 @@ class StaticInputs:
         for i, size, starts, furthest in self._apart:
             start = leaves[i].data_ptr()
             if furthest[bisect_left(starts, start + size)] > start:
-                other = (self._state if self.changed[self._places.index(i)] else self._written).at(start, start + size)
+                is_changed = self.changed[self._places.index(i)]
+                other = (self._state if is_changed else self._written).at(start, start + size)
                 argument = path(self._tree, i)
-                if self.changed[self._places.index(i)]:
+                if is_changed:
                     what = f"{argument}, which the step changes in place, lies in the same memory as {other}"
                 else:
                     what = f"{argument} lies in the same memory as {other}, which the step changes"
@@ -396,7 +381,16 @@ class StaticInputs:
 
 def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
     if holds_tensors(leaf) and not isinstance(leaf, nn.Module):  # a module in the batch is a constant
-        raise InputMismatch(_not_seen(leaf, path(_tree_of(structure), i)))
+        where, kind = path(_tree_of(structure), i), f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        instead = "Pass its tensors in a dict"
+        if where == "batch[0]" and isinstance(leaf, (dict, UserDict)):
+            instead = "Write step(**batch) or pass dict(batch)"
+        elif where == "batch[0]" and is_record(leaf) and hasattr(leaf, "__dict__"):
+            instead = "Write step(**vars(batch))"
+        raise InputMismatch(
+            f"{where} is a {kind}, in which a step does not see the tensors. {instead}, or pass the tensors "
+            "themselves, alone or in tuples, lists and dicts."
+        )
     try:
         hash(leaf)
     except TypeError:
@@ -405,20 +399,6 @@ def _constant(leaf: object, structure: Hashable, i: int) -> Constant:
             "step cannot tell whether it changed. Pass a tensor (torch.as_tensor) or a number, string or None."
         ) from None
     return Constant.for_value(leaf)
-
-
-def _not_seen(leaf: object, where: str) -> str:
-    """Return why an object with tensors in it cannot be an argument, and what to pass instead."""
-    kind, by_name = f"{type(leaf).__module__}.{type(leaf).__qualname__}", ""
-    if isinstance(leaf, (dict, UserDict)):
-        by_name = "step(**batch) or pass dict(batch)"
-    elif is_record(leaf) and hasattr(leaf, "__dict__"):
-        by_name = "step(**vars(batch))"
-    instead = f"Write {by_name}" if by_name and where == "batch[0]" else "Pass its tensors in a dict"
-    return (
-        f"{where} is a {kind}, in which a step does not see the tensors. {instead}, or pass the tensors themselves, "
-        "alone or in tuples, lists and dicts."
-    )
 
 
 def _not_plain(leaf: Tensor, where: str) -> str:

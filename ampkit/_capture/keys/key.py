@@ -11,21 +11,16 @@ class Key(NamedTuple):
     """What decides which graph is replayed in a call.
 
     Attributes:
-        spec: the layout of the input.
         phase: says which of several things the function does, see `TrainingStep`. It is None, or a hashable object
             whose `parts()` are `Part`s, and whose `words` say in a report what it does ("" if there is one thing only).
-        settings: a number that stands for the settings of the call. No other settings ever get it.
-        outcomes: what the host has read of its draws in the call; None if it does not draw, see `HostDraws`.
-        answers: what calls ask the device about their input, see `InputQuestions`; None if they ask nothing.
-        ranks_outcome: a number that stands for the outcomes on all ranks, see `Ranks.outcome_of_all`; 0 with one rank.
     """
 
-    spec: Spec
+    spec: Spec  # of the input
     phase: Any
-    settings: int
-    outcomes: Any = None
-    answers: Any = None
-    ranks_outcome: int = 0
+    settings: int  # stands for the settings of the call; no other settings ever get this number
+    outcomes: Any = None  # what the host has read of its draws; None if it does not draw, see `HostDraws`
+    answers: Any = None  # what calls ask the device about their input, see `InputQuestions`; None if nothing
+    ranks_outcome: int = 0  # stands for the outcomes on all ranks, see `Ranks.outcome_of_all`; 0 with one rank
 
     @property
     def text(self) -> str:
@@ -48,18 +43,10 @@ def outcomes_text(outcomes: tuple[Any, ...]) -> str:
 
 
 class Part(NamedTuple):
-    """A part of a key.
+    """A part of a key."""
 
-    Attributes:
-        name: what messages call it.
-        value: its value in a call.
-        advice: what to write if it changes all the time; "" for a leaf of the batch, where the advice depends on it.
-        statement: what messages say if it keeps changing. If it is "", the message has the name and some values.
-        same: returns whether two values are equal.
-    """
-
-    name: str
-    value: Any
-    advice: str = ""
-    statement: str = ""
+    name: str  # what messages call it
+    value: Any  # in a call
+    advice: str = ""  # what to write if it changes all the time; "" for a leaf of the batch, where that depends on it
+    statement: str = ""  # what messages say if it keeps changing; if it is "", they have the name and some values
     same: Callable[[Any, Any], bool] = operator.eq

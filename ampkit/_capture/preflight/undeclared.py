@@ -72,7 +72,7 @@ class Undeclared:
             others = addresses(tensors_in([value for table in tables for value in table.values()]))
             self._state.host_tensors.note(touched.read_on_host(others))
             self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
-            touched.leave_out(self._state.watch.rates())
+            touched.leave_out(self._state.rates())
             if touched.uses:
                 self._look_at(touched)
 

@@ -8,6 +8,7 @@ A rank that is gone hurts nobody who does not need it: the first rank may go on 
 reports it, and the next call of the step raises. Only a rank that waits, in a call or for its device, is interrupted.
 """
 
+import faulthandler
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ import torch
 from ..._errors import AmpkitError
 from ..._torch.ranks.distributed import own_store
 from ..._user_line import user_line
-from .held_up import EndedWait, Waiting, no_last_resort, started
+from .held_up import EndedWait, Waiting, started
 from .peer_process import PeerProcess, address
 
 LOOK_S = 1.0  # between two looks at the store; 1000 ranks then ask it some 4000 times per second
@@ -37,26 +38,13 @@ _MOST_LOOKS_OFF = 32  # between two connections to a store that does not answer
 
 @dataclass(eq=False)
 class Peer:
-    """Another rank.
+    """Another rank."""
 
-    Attributes:
-        rank: its number in the job.
-        process: where it runs; None until it has said so.
-        left: whether it has said that it ends.
-        silent_s: how long it has not beaten.
-    """
-
-    rank: int
-    process: PeerProcess | None = None
-    left: bool = False
-    silent_s: float = 0.0
-    _beat: bytes = b""
-
-    def beats(self, beat: bytes) -> None:
-        """Take note of what it has written last, in a look."""
-        # The looks are counted: a suspended machine has none, and a clock may have gone on.
-        self.silent_s = self.silent_s + LOOK_S if beat == self._beat else 0.0
-        self._beat = beat
+    rank: int  # its number in the job
+    process: PeerProcess | None = None  # where it runs; None until it has said so
+    left: bool = False  # whether it has said that it ends
+    silent_s: float = 0.0  # how long it has not beaten
+    beat: bytes = b""  # the last one that was seen
 
     def has_died(self) -> bool:
         """Return whether its process is over, for certain."""
@@ -70,15 +58,11 @@ class Heartbeat:
         store: a client of its own.
         rank: of this process in the job.
         ranks: of the group, in order.
-
-    Attributes:
-        lost: why no call of a step can succeed any more, "" if there is no reason.
-        waiting: what the steps of this process wait for.
     """
 
     def __init__(self, store: Any, rank: int, ranks: list[int]) -> None:
-        self.lost = ""
-        self.waiting = Waiting()
+        self.lost = ""  # why no call of a step can succeed any more
+        self.waiting = Waiting()  # what the steps of this process wait for
         self._store, self._rank = store, rank
         here = ranks.index(rank)
         self._others = [Peer(other) for other in (*ranks[here + 1 :], *ranks[:here])]
@@ -127,7 +111,9 @@ class Heartbeat:
             self._word = f"{self._left}, while rank {self._rank} needs it"
             print(f"ampkit, rank {self._rank}: {self._word}", file=sys.stderr, flush=True)
         else:
-            self._word = f"rank {self._rank} ended: {described(error)}"
+            text, line = (str(error).strip().splitlines() or [""])[0], user_line(error)
+            said = f"{type(error).__name__}{f': {text}' if text else ''}{f' (at {line})' if line else ''}"
+            self._word = f"rank {self._rank} ended: {said}"
         self._wake.set()
         self._said.wait(_STORE_TIMEOUT.total_seconds())
         if self._word and self._rank == 0:
@@ -142,7 +128,7 @@ class Heartbeat:
             self.waiting.join()
             if self._ended_wait is not None:
                 self._ended_wait.join()
-                no_last_resort()
+                faulthandler.cancel_dump_traceback_later()
         return bool(self.lost)
 
     # --------------------------------------------------------------------------------------------- from its own thread
@@ -168,7 +154,6 @@ class Heartbeat:
                 peer.process.close()
 
     def _look(self) -> None:
-        """Say and learn what there is."""
         if self._word is not None and not self._said.is_set():
             if self._word:
                 self._store.compare_set("lost", "", self._word)
@@ -206,7 +191,10 @@ class Heartbeat:
             peer.left = True
             self._publish(_DIED.format(rank))
         elif not peer.process.known and store.check([f"beat {rank}"]):
-            peer.beats(store.get(f"beat {rank}"))
+            beat = store.get(f"beat {rank}")
+            # The looks are counted: a suspended machine has none, and a clock may have gone on.
+            peer.silent_s = peer.silent_s + LOOK_S if beat == peer.beat else 0.0
+            peer.beat = beat
             if peer.silent_s >= SILENCE_S:
                 self._silent = _SILENT.format(rank, SILENCE_S)
 
@@ -244,7 +232,7 @@ class Heartbeat:
         """If this rank waits for one that is gone, end its wait. If it does so no more, let it live."""
         reason = self.lost or self._silent or self._left
         if not reason:
-            self.waiting.forget()
+            self.waiting.since = None  # there is nobody to wait for in vain
             return
         waited = self.waiting.seconds()
         if waited >= HELD_UP_S and self._ended_wait is None:
@@ -257,7 +245,7 @@ class Heartbeat:
             thread = None if self.waiting.ending else self.waiting.thread
             self._ended_wait = EndedWait(f"rank {self._rank} stops, because {text}", thread)
         elif self._ended_wait is not None and not waited and not self.waiting.ending:
-            no_last_resort()
+            faulthandler.cancel_dump_traceback_later()
 
 
 _DIED = (
@@ -296,10 +284,3 @@ def stop_heartbeats(name: str | None = None) -> bool:
     """End the threads, or that of the group of this name. Return whether a rank is lost."""
     names = [known for known in _heartbeats if name in (None, known)]
     return any([_heartbeats.pop(known).stop() for known in names])
-
-
-def described(error: BaseException) -> str:
-    """Return an error in one line, with the user's line that it came from."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    line = user_line(error)
-    return f"{type(error).__name__}{f': {text}' if text else ''}{f' (at {line})' if line else ''}"

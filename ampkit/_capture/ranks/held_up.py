@@ -22,21 +22,14 @@ _STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot w
 
 @dataclass(eq=False)
 class Waiting:
-    """What the calls of this process' steps wait for, as another thread sees it.
+    """What the calls of this process' steps wait for, as another thread sees it."""
 
-    Attributes:
-        turns: those of the steps.
-        calls: how many calls the steps have begun.
-        thread: the thread of the last call.
-        ending: whether this process releases its graphs, which waits for the device.
-    """
-
-    turns: list[Turn] = field(default_factory=list)
-    calls: int = 0
-    thread: int = 0
-    ending: bool = False
+    turns: list[Turn] = field(default_factory=list)  # those of the steps
+    calls: int = 0  # how many the steps have begun
+    thread: int = 0  # of the last call
+    ending: bool = False  # whether this process releases its graphs, which waits for the device
     _seen: int = -1
-    _since: float | None = None
+    since: float | None = None  # when this wait began; None to begin anew
     _probe: threading.Thread | None = None
 
     def seconds(self) -> float:
@@ -45,13 +38,9 @@ class Waiting:
         seen, self._seen = self._seen, self.calls
         turns = list(self.turns)
         in_one_call = seen == self.calls and any(turn.running for turn in turns)
-        if not (self.ending or in_one_call or self._device_waits(turns)) or self._since is None:
-            self._since = now
-        return now - self._since
-
-    def forget(self) -> None:
-        """Begin anew: there is nobody to wait for in vain."""
-        self._since = None
+        if not (self.ending or in_one_call or self._device_waits(turns)) or self.since is None:
+            self.since = now
+        return now - self.since
 
     def _device_waits(self, turns: list[Turn]) -> bool:
         """Return whether the device has not done since an earlier look what it had to do then."""
@@ -85,12 +74,9 @@ def started(name: str, work: Callable[[], object]) -> threading.Thread:
 class EndedWait:
     """Has the waits of this process end, because of another rank.
 
-    The thread gets an `AmpkitError` with this text as soon as it is in Python again. If it is not within
-    `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on stderr.
-
-    Args:
-        text: why.
-        thread: which thread trains; None if it is ending already.
+    The thread that trains (None if it is ending already) gets an `AmpkitError` with this text as soon as it is in
+    Python again. If it is not within `LAST_RESORT_S`, the process ends with exit code 1 and the stack of each thread on
+    stderr.
     """
 
     def __init__(self, text: str, thread: int | None) -> None:
@@ -115,10 +101,8 @@ def raise_in(thread: int, text: str) -> None:
 
 
 def last_resort() -> None:
-    """Have this process end in `LAST_RESORT_S`. The thread for that is C's: it needs no lock of Python's."""
+    """Have this process end in `LAST_RESORT_S`. The thread for that is C's: it needs no lock of Python's.
+
+    `faulthandler.cancel_dump_traceback_later` takes it back.
+    """
     faulthandler.dump_traceback_later(LAST_RESORT_S, exit=True, file=_STDERR)
-
-
-def no_last_resort() -> None:
-    """Take `last_resort` back."""
-    faulthandler.cancel_dump_traceback_later()

@@ -19,10 +19,7 @@ def _machine() -> str:
 
 
 class PeerProcess:
-    """A process that may be on this machine.
-
-    Args:
-        address: what `address` has returned there.
+    """A process that may be on this machine, by what `address` has returned there.
 
     Attributes:
         known: whether the kernel can tell if it lives. If not, it is elsewhere, or this system has no `pidfd_open`.

@@ -21,19 +21,12 @@ WARMUP_DDP = 5  # the second call lays out DDP's buckets, which waits, and the t
 
 
 class Together(Enum):
-    """What a rank does with several calls that it was given at once.
+    """What a rank does with several calls that it was given at once."""
 
-    Attributes:
-        LAUNCH: all of them, by one graph that there is.
-        CAPTURE: capture this graph now, as all ranks do.
-        CALLS: one by one. All ranks do, and vote in each call.
-        CALLS_ALONE: one by one, and vote in none of them, because other ranks may launch.
-    """
-
-    LAUNCH = "launch"
-    CAPTURE = "capture"
-    CALLS = "calls"
-    CALLS_ALONE = "calls alone"
+    LAUNCH = "launch"  # all of them, by one graph that there is
+    CAPTURE = "capture"  # this graph now, as all ranks do
+    CALLS = "calls"  # one by one; all ranks do, and vote in each call
+    CALLS_ALONE = "calls alone"  # one by one, voting in none of them, because other ranks may launch
 
 
 @dataclass(eq=False)
@@ -41,21 +34,16 @@ class _Votes:
     """When ranks vote: in every call at first, later in few. All ranks count the same calls."""
 
     _calls: int = 0
-    _votes: int = 0
+    count: int = 0  # of votes
     _quiet: int = 0
 
     def are_due(self, always: bool = False) -> bool:
         """Return whether to vote in this call. To be asked once in every call."""
         self._calls += 1
-        if not always and (self._quiet >= _QUIET or self._votes >= _EAGER_VOTES) and self._calls % _EVERY:
+        if not always and (self._quiet >= _QUIET or self.count >= _EAGER_VOTES) and self._calls % _EVERY:
             return False
-        self._votes += 1
+        self.count += 1
         return True
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first vote."""
-        return self._votes == 1
 
     def note(self, settled: bool) -> None:
         """Take note of whether all ranks had nothing to capture in a call with a vote."""
@@ -82,13 +70,10 @@ class Ranks:
         captured: whether graphs are made, which do not follow some settings of `fully_shard`.
 
     Attributes:
-        wrappers: the `DistributedDataParallel` modules of the model.
-        voting: whether the ranks vote in each call (True), in none (False), or in those that are due (None).
-        reducers: what averages their gradients.
-        shards: the modules of the model that `fully_shard` has wrapped.
-        sharded: whether there are any such modules.
+        wrappers: the `DistributedDataParallel` modules of the model; `reducers` averages their gradients.
+        shards: the modules of the model that `fully_shard` has wrapped; `sharded` says whether there are any.
         several: whether there are other ranks.
-        captured: as given.
+        voting: whether the ranks vote in each call (True), in none (False), or in those that are due (None).
         together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
         exchanges: whether every call begins with `outcome_of_all`, because a rank has told of draws.
     """
@@ -117,7 +102,7 @@ class Ranks:
         self._votes, self._votes_together = _Votes(), _Votes()
         self.voting: bool | None = None
         self.exchanges: bool = False
-        self._draws = False  # whether this rank has told of draws
+        self.draws: bool = False  # whether this rank draws: then all exchange outcomes from their next vote on
         self._exchanged = self._all_know = False  # in this call
         self._turns: list[Turn] = []
         self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call
@@ -140,23 +125,15 @@ class Ranks:
     def gather(self, name: str) -> None:
         """Give the modules their sharded parameters, if `fully_shard` has wrapped them.
 
-        Args:
-            name: what messages call the function.
-
         Raises:
-            ValueError: `fully_shard` has got a setting that a graph cannot follow.
+            ValueError: `fully_shard` has got a setting that a graph cannot follow. It calls the function by this name.
         """
         if self.captured and (problem := self.shards.why_not_captured()):
             raise ValueError(f"{name}, fully_shard: {problem} Or pass graph='off'.")
         self.shards.gather()
 
     def warm_up(self, wanted: int, on_cuda: bool) -> tuple[int, str]:
-        """Return how many eager calls come before a capture, and why more than wanted; "" if not.
-
-        Args:
-            wanted: as many as the user asks for.
-            on_cuda: whether graphs are not emulated.
-        """
+        """Return how many eager calls come before a capture, and why more than the user wanted; "" if not."""
         needed = WARMUP_DDP + any(ddp.static_graph for ddp in self.wrappers)  # whose buckets are laid out a call later
         if on_cuda and self.wrappers and wanted < needed:
             return needed, f"DistributedDataParallel needs {needed} calls"
@@ -187,14 +164,14 @@ class Ranks:
             return wants, can
         if self.exchanges and not self._exchanged:
             self.outcome_of_all(())
-        wants = wants and (self._all_know or not self._draws)
+        wants = wants and (self._all_know or not self.draws)
         self._exchanged = self._all_know = False
         self._begin_call()
         self.together = False
         if self.voting is False or not self._votes.are_due(always=self.voting is True):
             return False, True
-        begins = self._votes.is_first and not (settled or replays)
-        votes = self._all(wants, can, settled, begins, replays, not self._draws)
+        begins = self._votes.count == 1 and not (settled or replays)
+        votes = self._all(wants, can, settled, begins, replays, not self.draws)
         all_want, all_can, all_settled, all_begin, all_replay, none_draws = votes
         self.exchanges = self.exchanges or not none_draws
         self.together = all_want or all_replay
@@ -203,15 +180,8 @@ class Ranks:
             self.reducers.prepare()
         return all_want, all_can
 
-    def tell_of_draws(self) -> None:
-        """Have the ranks exchange the outcomes of draws from their next vote on."""
-        self._draws = True
-
     def outcome_of_all(self, outcomes: Hashable) -> int | None:
         """Return a number that stands for the outcomes on all ranks, None if one of them does not know its own.
-
-        Args:
-            outcomes: of this rank; None if it does not know them.
 
         Raises:
             AmpkitError: another rank is gone; or the last backward has left out parameters, so that no gradients were

@@ -62,24 +62,16 @@ _INSTEAD = "Or pass graph='off'."
 
 
 class Reducers:
-    """What averages the gradients of the `DistributedDataParallel` modules of a model.
-
-    Args:
-        wrappers: these modules.
-
-    Attributes:
-        stream: where steps are captured; None if graphs are emulated.
-        moved: whether gradients are accumulated there.
-        searching: the modules that look in each step which parameters are used (`find_unused_parameters=True`). They
-            look for these in the graph of their outputs, so that no copies may be there in their place.
-    """
+    """What averages the gradients of the `DistributedDataParallel` modules of a model."""
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._wrappers = wrappers
+        # Those that look in each step which parameters are used (`find_unused_parameters=True`). They look for these in
+        # the graph of their outputs, so that no copies may be there in their place.
         self.searching: list[DistributedDataParallel] = list(filter(searches, wrappers))
-        self.stream: torch.cuda.Stream | None = None
-        self.moved: bool = False
-        self._left = ""
+        self.stream: torch.cuda.Stream | None = None  # where steps are captured; None if graphs are emulated
+        self.moved: bool = False  # whether gradients are accumulated there
+        self._left = ""  # why they are not
         self._accumulates = False
         self._alone = False
         self._incomplete = False
@@ -206,10 +198,8 @@ class Reducers:
         """Context for a forward and backward that compile, on this rank alone: they exchange no gradients or buffers.
 
         If they raise, no other rank waits for them. torch splits compiled code where a bucket of gradients is complete,
-        so that these are exchanged while the rest of the backward runs.
-
-        Args:
-            share: the size of the parameters that the compiler sees, as a share of those that the buckets have.
+        so that these are exchanged while the rest of the backward runs. `share` is the size of the parameters that the
+        compiler sees, as a share of those that the buckets have.
         """
         with Undo() as undo:
             replace(undo, self, "_alone", True)
@@ -226,15 +216,11 @@ class Reducers:
         """Context for a forward and backward in which gradients are averaged.
 
         Where nothing but the default is asked for, an `Exchange` averages them in place of the Reducer. Otherwise the
-        Reducer does, which is told of the gradients of copies.
+        Reducer does, which is told of the gradients of copies. `copies` get the gradients in place of parameters, and
+        `give(param, copy)` moves the gradient from the copy to the parameter.
 
-        Args:
-            copies: what gets the gradients in place of parameters, by parameter.
-            give: takes a parameter and its copy, and moves the gradient from the one to the other.
-
-        Yields:
-            What takes the gradient of a parameter, in any dtype, within the backward; it returns False where the
-            Reducer averages, which needs the gradient to be accumulated.
+        Yields what takes the gradient of a parameter, in any dtype, within the backward; it returns False where the
+        Reducer averages, which needs the gradient to be accumulated.
         """
         self._incomplete = False
         exchanges: dict[nn.Parameter, Exchange] = {}

@@ -38,9 +38,7 @@ def free_whole_parameters(model: nn.Module) -> None:
 def refuse_sharded(where: str, model: nn.Module) -> None:
     """Raise a `NotImplementedError` if a step of this model cannot be captured because of how its parameters are split.
 
-    Args:
-        where: the argument, and the function that the user has passed it to.
-        model: the model.
+    `where` is the argument, and the function that the user has passed it to.
     """
     if problem := why_not_sharded(model):
         raise NotImplementedError(f"{where}: {problem} Or pass graph='off'.")
@@ -54,7 +52,7 @@ def why_not_sharded(model: nn.Module) -> str:
     if problem := modules.why_not_captured():
         return f"fully_shard: {problem}"
     named = dict(model.named_parameters())
-    split = {name: param for name, param in named.items() if isinstance(param, kind)}
+    split: dict[str, Any] = {name: param for name, param in named.items() if isinstance(param, kind)}
     if not split:
         return ""
     for name, param in split.items():
@@ -64,8 +62,20 @@ def why_not_sharded(model: nn.Module) -> str:
                 "is under fully_shard: only parameters that fully_shard splits are captured, tensor parallelism alone "
                 "is not. Split the model with fully_shard instead."
             )
-        if problem := _why_not_placed(param):
-            return f"parameter {name} {problem}"
+        mesh, placements = param.device_mesh, param.placements
+        is_hybrid = mesh.ndim == 2 and placements[0].is_replicate() and placements[1].is_shard()
+        if mesh.ndim > 1 and not is_hybrid:
+            return (
+                f"parameter {name} is a DTensor on a mesh of {mesh.ndim} dimensions, placed as {placements}: norm and "
+                "overflow check are not implemented for tensor parallelism beside fully_shard. Pass fully_shard a mesh "
+                "of one dimension, or for HSDP one of two, of which the first has the copies: "
+                "init_device_mesh('cuda', (copies, shards))."
+            )
+        if not placements[-1].is_shard():
+            return (
+                f"parameter {name} is a DTensor with the placement {placements[0]}: only parameters that fully_shard "
+                "splits are captured."
+            )
     managed = set(map(id, modules.managed()))
     for name, param in named.items():
         if id(param) not in managed and (param.requires_grad or name in split):
@@ -75,17 +85,4 @@ def why_not_sharded(model: nn.Module) -> str:
             )
     if not shard_groups(model):
         return "parameters are split over different process groups. Give each fully_shard the same mesh."
-    return ""
-
-
-def _why_not_placed(param: Any) -> str:
-    mesh, placements = param.device_mesh, param.placements
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (placements[0].is_replicate() and placements[1].is_shard())):
-        return (
-            f"is a DTensor on a mesh of {mesh.ndim} dimensions, placed as {placements}: norm and overflow check are "
-            "not implemented for tensor parallelism beside fully_shard. Pass fully_shard a mesh of one dimension, or "
-            "for HSDP one of two, of which the first has the copies: init_device_mesh('cuda', (copies, shards))."
-        )
-    if not placements[-1].is_shard():
-        return f"is a DTensor with the placement {placements[0]}: only parameters that fully_shard splits are captured."
     return ""

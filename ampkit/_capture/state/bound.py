@@ -12,25 +12,15 @@ from ..._torch.tensors.tensors import is_tensor
 
 
 class Cell(NamedTuple):
-    """A place that a tensor is bound to.
+    """A place that a tensor is bound to."""
 
-    Attributes:
-        path: what a user calls it.
-        table: the dict that holds the tensor, or the list.
-        key: under which key.
-    """
-
-    path: str
-    table: Any
+    path: str  # what a user calls it
+    table: Any  # the dict that holds the tensor, or the list
     key: Any
 
 
 class Bound(dict[str, Tensor]):
     """Tensors by path.
-
-    Args:
-        tensors: them.
-        modules: modules by the name that messages use.
 
     Attributes:
         others: attributes of the modules that were not tensors, by path. A step may have put a tensor in their place.
@@ -43,16 +33,6 @@ class Bound(dict[str, Tensor]):
             plain = ((key, value) for key, value in vars(module).items() if not is_tensor(value))
             self.others.update((f"{prefix}.{key}", value) for key, value in plain)
 
-    def restore(self, cells: Iterator[Cell]) -> None:
-        """Put these tensors back into the cells and empty those that came since. Copies nothing."""
-        for path, table, key in list(cells):
-            if path in self:
-                table[key] = self[path]
-            elif path in self.others:
-                table[key] = self.others[path]
-            else:
-                del table[key]
-
 
 def cells(
     modules: Mapping[str, nn.Module],
@@ -63,12 +43,7 @@ def cells(
 ) -> Iterator[Cell]:
     """Yield the cell of every tensor of modules, optimizers, and of a table of ampkit's own.
 
-    Args:
-        modules: by the name in messages.
-        optimizers: over their parameters.
-        own: the table.
-        computed: whether attributes that require grad count, too. Mostly they are computed in each forward
-            (weight_norm).
+    With `computed`, attributes that require grad count, too. Mostly they are computed in each forward (weight_norm).
     """
     owners: dict[Tensor, str] = {}
     for prefix, module in _named(modules):

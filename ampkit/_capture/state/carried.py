@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,6 @@ class Carried:
     A graph reads the memory of one tensor. So the place gets a tensor of ampkit's own. At the end of a call, eager or
     in the graph, what the call has put there is copied into that one, which is put back. It has no gradient. So a place
     is left alone if a backward goes through its tensor into an earlier call, as `retain_graph=True` lets it.
-
-    Args:
-        modules: by the name in messages.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -41,11 +37,7 @@ class Carried:
         self._with_gradient: set[Hashable] = set()  # places through whose tensors a backward of the call goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
-        """Return all places of tensors as they are now: those of modules, and those that variables lead to.
-
-        Args:
-            held: the latter.
-        """
+        """Return all places of tensors as they are now: those of modules, and those that variables lead to (`held`)."""
         found = {_key(cell): _Carry(cell, _entry(cell), True) for cell in cells(self._modules, (), {}, computed=True)}
         for table, key, value in held.tensors():
             cell = Cell(f"what calls replace under {key!r}", table, key)
@@ -67,8 +59,8 @@ class Carried:
         """Give places in which a call has replaced a tensor one of ampkit's own. Return what was there, with these.
 
         Args:
-            before: what `places` has returned before the call.
-            held: as it was given to that.
+            before: what `places(held)` has returned before the call.
+            held: what variables lead to.
             is_read: returns whether the call has read a tensor.
             device: where the call computes. A graph copies nothing on the host.
         """
@@ -98,21 +90,18 @@ class Carried:
         self._judged |= rebound.keys() | unread
         for key, kept in rebound.items():
             self._own[key] = kept._replace(tensor=kept.tensor.detach().clone())
-            _put(kept.cell, self._own[key].tensor)
+            put([(kept.cell.table, kept.cell.key, self._own[key].tensor)])
         return [(before[key].tensor, self._own[key].tensor) for key in rebound]
 
     @contextmanager
     def noting_gradients(self, before: Mapping[Hashable, _Carry]) -> Iterator[None]:
         """Context of a call that `learn` is to judge. It notes through which of these tensors a backward goes."""
-        self._with_gradient = set()
+        self._with_gradient = noted = set[Hashable]()
         with Undo() as undo:
             for key, kept in before.items():
                 if kept.tensor.grad_fn is not None:
-                    undo.note(kept.tensor.grad_fn.register_prehook(partial(self._note_gradient, key)).remove)
+                    undo.note(kept.tensor.grad_fn.register_prehook(lambda _, key=key: noted.add(key)).remove)
             yield
-
-    def _note_gradient(self, key: Hashable, _: object) -> None:
-        self._with_gradient.add(key)
 
     def has_more(self, before: Mapping[Hashable, _Carry], held: LeftTensors) -> bool:
         """Return whether a call has replaced a tensor in a place of which `learn` has judged none.
@@ -134,7 +123,7 @@ class Carried:
             pairs = [(kept, new.clone() if storage_address(new) in own else new) for kept, new in pairs]
             for kept, new in pairs:
                 kept.tensor.copy_(new)
-                _put(kept.cell, kept.tensor)
+            put([(kept.cell.table, kept.cell.key, kept.tensor) for kept, _ in pairs])
 
 
 def _key(cell: Cell) -> Hashable:
@@ -146,10 +135,6 @@ def _entry(cell: Cell) -> Any:
     if isinstance(cell.table, dict):
         return dict.get(cell.table, cell.key)
     return cell.table[cell.key] if cell.key < len(cell.table) else None
-
-
-def _put(cell: Cell, tensor: Tensor) -> None:
-    put([(cell.table, cell.key, tensor)])
 
 
 def _replaced(before: Mapping[Hashable, _Carry], now: Mapping[Hashable, _Carry]) -> list[Hashable]:

@@ -17,13 +17,9 @@ from .state import TrainingState
 
 @dataclass(eq=False)
 class Writes:
-    """Which tensors of the state the calls of one layout change, by path.
+    """Which tensors of the state the calls of one layout change, by path."""
 
-    Attributes:
-        known: whether a call was noted.
-    """
-
-    known: bool = False
+    known: bool = False  # whether a call was noted
     _paths: set[str] = field(default_factory=set)
     _copies: "list[_FlagCopy]" = field(default_factory=list)
 
@@ -64,9 +60,8 @@ class _FlagCopy:
         self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._device = device
-            self._flags = torch.empty(len(flags), dtype=torch.bool, pin_memory=True).copy_(
-                self._flags, non_blocking=True
-            )
+            pinned = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+            self._flags = pinned.copy_(self._flags, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(device))
 
@@ -81,20 +76,14 @@ class _FlagCopy:
 def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) -> None:
     """Have arguments refused that share memory with the state, if the step changes that memory.
 
-    Args:
-        inputs: the buffers that a graph reads instead of the arguments.
-        state: what the step may change. It keeps its addresses as long as the graph may be replayed.
-        changed: the paths of what the step changes, as far as that is known.
+    The state keeps its addresses as long as the graph may be replayed. `changed` has the paths of what the step
+    changes, as far as that is known.
     """
     inputs.keep_apart(_written(state, changed), Spans(_memory(state)))
 
 
 def may_change(state: TrainingState, writes: Writes | None) -> Spans:
-    """Return the memory of the state that an eager call may change: all, unless calls like it were noted.
-
-    Args:
-        state: what the step may change.
-        writes: what is known of such calls. None if calls of several layouts are meant.
+    """Return the memory of the state that an eager call may change: all, unless calls like it were noted in `writes`.
 
     Sync: waits for the device if what a call has changed was not asked for before.
     """

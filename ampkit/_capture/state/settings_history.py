@@ -8,44 +8,31 @@ from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, Tr
 
 
 class CallSettings(NamedTuple):
-    """What a call depends on beside its input.
-
-    Attributes:
-        settings: the settings of the optimizers, the modules and torch.
-        replacements: how often memory of the state was replaced so far, which outdates all graphs.
-        replaced: what was replaced last, in words.
-    """
+    """What a call depends on beside its input."""
 
     settings: Settings
-    replacements: int
-    replaced: str
+    replacements: int  # how often memory of the state was replaced so far, which outdates all graphs
+    replaced: str  # what was replaced last, in words
 
 
 class Change(NamedTuple):
     """A call is the first one with its settings, or the first one after memory of the state was replaced.
 
     Attributes:
-        outdates: whether all graphs are outdated.
-        reason: what changed, in words.
-        text: the same with values.
         advice: what to write if it changes in each call, by the name of what changed. It has no entry where a user who
             changes it only once need not be told anything.
-        of_optimizer: whether a number of an optimizer changed.
     """
 
-    outdates: bool
-    reason: str
-    text: str
+    outdates: bool  # all graphs
+    reason: str  # what changed, in words
+    text: str  # the same with values
     advice: dict[str, str]
-    of_optimizer: bool = False
+    of_optimizer: bool = False  # whether a number of an optimizer changed
 
 
 @dataclass(eq=False)
 class SettingsHistory:
     """Compares the settings, and the memory of the state, with those of the call before.
-
-    Args:
-        state: what a graph depends on beside its input.
 
     Attributes:
         number: stands for the settings of the call in its key. Other settings never get the same number.
@@ -87,7 +74,7 @@ class SettingsHistory:
             self._settings[number] = now.settings  # more attributes may be compared than were then
             return None
         old, new = None if before is None else before.settings, now.settings
-        if old is not None and self._state.are_own(old.other_gradients(new)):
+        if old is not None and self._state.has_own_gradients(old, new):
             old = old._replace(gradients=new.gradients)  # calls of the step leave them so
         own = old == new and not replaced
         if not own or self._calls != _SECOND:  # what the second call finds is what most calls do

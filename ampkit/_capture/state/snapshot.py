@@ -18,7 +18,7 @@ class Snapshot:
     """A copy of the state, of the random-number generators, and of a batch; and the modes of the modules.
 
     Args:
-        state: the state.
+        state: what is copied.
         generators: the generators beside torch's default ones.
         leaves: of the batch; tensors among them that were changed in place are restored too.
         on_host: whether the random numbers of Python and of numpy are restored as well.

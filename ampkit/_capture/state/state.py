@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._optimizer.param_groups import CapturableGroups
 from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
@@ -18,21 +19,11 @@ from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
 from ..._torch.tensors.tensors import local_shard
 from ..host.constants import HostConstants, ReadValues
-from ..host.host_tensors import HostTensors, HostValues
-from ..host.reads import Reads
+from ..host.host_tensors import HostValues
 from .bound import Bound, cells
 from .carried import Carried
 from .walk import Objects, Walk
-from .watch import (
-    Look,
-    Rates,
-    Scaler,
-    StateWatch,
-    autocast,
-    default_devices,
-    own_values,
-    packs_saved_tensors,
-)
+from .watch import Look, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
 
 
 class Generation(NamedTuple):
@@ -50,11 +41,15 @@ class Generation(NamedTuple):
     def replaced_in(self, new: "Generation") -> str:
         """Return in words which memory was replaced in `new`, so that older graphs are outdated; "" if none was."""
         moment = self.kept.replaced_in(new.kept)
+        grew = all(
+            len(old.objects) <= len(now.objects) and all(map(operator.is_, old.objects, now.objects))
+            for old, now in zip(self.moments, new.moments, strict=True)
+        )  # a first step adds some
         words = (
             ("a param group was added or removed", len(self.sizes), len(new.sizes)),
             ("a parameter was added to a param group, or removed", self.sizes, new.sizes),
             ("the optimizer's state was replaced (load_state_dict)", self.containers, new.containers),
-            ("the optimizer's state was cleared or replaced", True, _grew(self.moments, new.moments)),
+            ("the optimizer's state was cleared or replaced", True, grew),
             (f"{moment} in the optimizer's state was replaced by another tensor", "", moment),
             (self.walk.first_change(new.walk), self.walk, new.walk),
             ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
@@ -64,11 +59,7 @@ class Generation(NamedTuple):
 
 
 class Kept:
-    """The tensors that optimizers keep of each parameter, compared by identity.
-
-    Args:
-        tables: the dictionaries in which they keep them.
-    """
+    """The tensors that optimizers keep of each parameter in these tables, compared by identity."""
 
     def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
         self._tables = tables  # kept alive, so that no other one gets the same identity
@@ -100,20 +91,8 @@ class Settings(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """Return every setting by the name that messages use."""
-        read = zip(SETTINGS, self.torch_settings, strict=True)
-        return {
-            MODES: self.modes,
-            GRADIENTS: self.gradients,
-            READS: self.reads,
-            HOST_TENSORS: self.host_values,
-            **dict(self.host),
-            **dict(read),
-        }
-
-    def other_gradients(self, new: "Settings") -> set[int]:
-        """Return the addresses of gradients that are in one of the two and not in the same place of the other one."""
-        pairs = zip_longest(self.gradients, new.gradients, fillvalue=0)  # there may be none at all
-        return {address for pair in pairs if pair[0] != pair[1] for address in pair}
+        own = {MODES: self.modes, GRADIENTS: self.gradients, READS: self.reads, HOST_TENSORS: self.host_values}
+        return {**own, **dict(self.host), **dict(zip(SETTINGS, self.torch_settings, strict=True))}
 
     def changed(self, new: "Settings") -> list[str]:
         """Return the names of the settings that differ from `new`."""
@@ -128,9 +107,7 @@ class Settings(NamedTuple):
     def changes(self, new: "Settings", values: bool = False) -> str:
         """Return in words what differs from `new`, or "" if nothing does.
 
-        Args:
-            new: the later ones.
-            values: whether hyperparameters come with their values, and a change of mode with what to write.
+        With `values`, hyperparameters come with their values, and a change of mode with what to write.
         """
         if self.modes != new.modes:
             return f"{MODES} changed{_AFTER_EVALUATION * values}"
@@ -161,17 +138,8 @@ def _from_to(old: Any, now: Any) -> str:
     return f" from {before} to {after}" if before and after else ""
 
 
-def _grew(old: tuple[Objects, ...], new: tuple[Objects, ...]) -> bool:
-    """Return whether the new ones begin with all of the old ones. A first step adds some."""
-    grew = (
-        len(a.objects) <= len(b.objects) and all(map(operator.is_, a.objects, b.objects))
-        for a, b in zip(old, new, strict=True)
-    )
-    return all(grew)
-
-
-class TrainingState:
-    """The modules, optimizers and scaler that a step may change.
+class TrainingState(StateWatch[Generation]):
+    """The modules, optimizers and scaler that a step may change, and whether anything has changed since the last call.
 
     Args:
         modules: modules by the name that messages use; more may be added.
@@ -179,8 +147,8 @@ class TrainingState:
         scaler: the gradient scaler, or None.
         own: tensors of ampkit's own that a step changes, by name; may grow.
         finds_gradients: whether `param.grad` may hold something when the step begins.
-        bare: a module whose parameters have no gradients when a call begins; None if there is none. Gradients that a
-            backward of the caller's has left there are cleared.
+        bare: a module whose parameters have no gradients when a call begins. Gradients that a backward of the caller's
+            has left there are cleared.
         sees_hooks: whether graphs contain what hooks of the modules and their parameters do.
         rates: of the optimizers.
         holds_rates: whether graphs hold learning rates as constants.
@@ -199,23 +167,15 @@ class TrainingState:
         finds_gradients: bool = False,
         bare: nn.Module | None = None,
         sees_hooks: bool = True,
-        rates: Sequence[Rates] = (),
+        rates: Sequence[CapturableGroups] = (),
         holds_rates: bool = False,
         functions: Sequence[Any] = (),
         eager_optimizers: Sequence[torch.optim.Optimizer] = (),
         problem: str = "",
     ) -> None:
-        self.modules = modules
-        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
-        self.problem = problem
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
-        self.scaler = scaler
-        self.own: dict[str, Tensor] = {} if own is None else own
-        self.finds_gradients = finds_gradients
-        self.carried: Carried = Carried(modules)
-        self.watch: StateWatch[Generation] = StateWatch(
+        super().__init__(
             modules,
-            self.optimizers,
+            optimizers,
             scaler,
             finds_gradients=finds_gradients,
             bare=bare,
@@ -223,44 +183,16 @@ class TrainingState:
             rates=rates,
             holds_rates=holds_rates,
             functions=functions,
-            describe=_generation,
         )
-
-    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
-        self.optimizers = tuple(optimizers)
-        self.watch.hold(self.optimizers)
-
-    def look_again(self) -> None:
-        """Have the next generation be another object, so that its user looks at what belongs to it."""
-        self.watch.look_again()
-
-    def refresh_rates(self) -> None:
-        """Bring the tensors that optimizers read their learning rates from up to date.
-
-        It launches one kernel per rate that changed. Sync: none.
-        """
-        self.watch.refresh_rates()
-
-    def generation(self) -> Generation:
-        """Return the present generation: the same object as before if nothing has changed since. Sync: none."""
-        return self.watch.present()
-
-    @property
-    def reads(self) -> Reads:
-        """Which attributes of the modules are compared, and which variables."""
-        return self.watch.reads
-
-    @property
-    def host_tensors(self) -> HostTensors:
-        """Which tensors on the host are compared."""
-        return self.watch.host_tensors
+        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
+        self.problem = problem
+        self.own: dict[str, Tensor] = {} if own is None else own
+        self.carried: Carried = Carried(modules)
 
     def noting_reads(self, in_parts: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context for a step, whose code tells which attributes and variables are compared from then on.
 
-        Args:
-            in_parts: returns at the end whether the step cannot be captured as a whole.
+        At its end `in_parts` returns whether the step cannot be captured as a whole.
         """
         modules = list(chain.from_iterable(map(parts_of, self.modules.values())))
         return self.reads.noting(modules, in_parts)
@@ -282,9 +214,11 @@ class TrainingState:
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound | self.carried.tensors(), self.modules)
 
-    def are_own(self, addresses: set[int]) -> bool:
-        """Return whether all these addresses are of tensors of ampkit's own, or 0."""
-        return addresses <= {0, *(local_shard(tensor).data_ptr() for tensor in self.own.values())}
+    def has_own_gradients(self, old: Settings, new: Settings) -> bool:
+        """Return whether all gradients that only one of the two has in their place are tensors of ampkit's own."""
+        own = {0, *(local_shard(tensor).data_ptr() for tensor in self.own.values())}
+        pairs = zip_longest(old.gradients, new.gradients, fillvalue=0)  # there may be none at all
+        return all(one == other or own.issuperset((one, other)) for one, other in pairs)
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
@@ -300,52 +234,57 @@ class TrainingState:
 
     def rebind(self, before: Bound) -> None:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
-        before.restore(cells(self.modules, self.optimizers, self.own))
+        for path, table, key in list(cells(self.modules, self.optimizers, self.own)):
+            if path in before:
+                table[key] = before[path]
+            elif path in before.others:
+                table[key] = before.others[path]
+            else:
+                del table[key]
 
-
-def _generation(look: Look) -> Generation:
-    """Return what stands for the state that was looked at. It is no method, so that no cycle keeps a state alive."""
-    groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
-    containers: list[Any] = []
-    for optimizer in look.optimizers:
-        params = [group["params"] for group in optimizer.param_groups]
-        containers += [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *params]
-        containers += chain.from_iterable(params)
-    return Generation(
-        containers=Objects(containers),
-        moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
-        kept=Kept(look.kept),
-        walk=look.walk,
-        addresses=tuple(look.addresses),
-        layouts=tuple(look.layouts),
-        sizes=tuple([len(group["params"]) for group in groups]),
-        settings=Settings(
-            modes=tuple(look.walk.flags()),
-            gradients=tuple(look.gradients),
-            host=_host(look),
-            torch_settings=_unchangeable(settings()),
-            reads=look.reads,
-            host_values=look.host_values,
-        ),
-    )
+    def _described(self, look: Look) -> Generation:
+        groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]
+        containers: list[Any] = []
+        for optimizer in look.optimizers:
+            params = [group["params"] for group in optimizer.param_groups]
+            containers += [optimizer.state, optimizer.param_groups, *optimizer.param_groups, *params]
+            containers += chain.from_iterable(params)
+        return Generation(
+            containers=Objects(containers),
+            moments=tuple([Objects(gc.get_referents(optimizer.state)) for optimizer in look.optimizers]),
+            kept=Kept(look.kept),
+            walk=look.walk,
+            addresses=tuple(look.addresses),
+            layouts=tuple(look.layouts),
+            sizes=tuple([len(group["params"]) for group in groups]),
+            settings=Settings(
+                modes=tuple(look.walk.flags()),
+                gradients=tuple(look.gradients),
+                host=_host(look),
+                torch_settings=_unchangeable(settings()),
+                reads=look.reads,
+                host_values=look.host_values,
+            ),
+        )
 
 
 def _host(look: Look) -> tuple[tuple[str, Any], ...]:
-    named: list[tuple[str, Any]] = []
-    named += zip(("cuda autocast around the step", "cpu autocast around the step"), autocast(), strict=True)
+    on_cuda, on_cpu = autocast()
     # The rules of a policy for operations are the type of a mode. Those for a module are the module's class.
     modes = function_modes()
-    policies = tuple(kind for kind in map(type, modes) if kind is not DeviceContext)
-    named.append(("the policy around the step", policies))
-    named.append(("torch.get_default_device()", default_devices(modes)))
-    # Anomaly mode without this check, as ampkit's own, only says where an error came from.
-    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    named.append(("torch.autograd.detect_anomaly()", looks_for_nan))
-    # Whether there are any, for they are often functions that are made in each call.
-    named.append(("saved_tensors_hooks around the step", packs_saved_tensors()))
-    named.append(("the random state of cuDNN's dropout (nn.LSTM, nn.GRU, nn.RNN)", look.dropout_begun))
-    named.append(("the policy on the model", tuple(map(type, look.walk.modules))))
-    named.append(("hooks of modules and parameters", Objects(look.hooks)))
+    named: list[tuple[str, Any]] = [
+        ("cuda autocast around the step", on_cuda),
+        ("cpu autocast around the step", on_cpu),
+        ("the policy around the step", tuple(kind for kind in map(type, modes) if kind is not DeviceContext)),
+        ("torch.get_default_device()", default_devices(modes)),
+        # Anomaly mode without this check, as ampkit's own, only says where an error came from.
+        ("torch.autograd.detect_anomaly()", torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()),
+        # Whether there are any, for they are often functions that are made in each call.
+        ("saved_tensors_hooks around the step", packs_saved_tensors()),
+        ("the random state of cuDNN's dropout (nn.LSTM, nn.GRU, nn.RNN)", look.dropout_begun),
+        ("the policy on the model", tuple(map(type, look.walk.modules))),
+        ("hooks of modules and parameters", Objects(look.hooks)),
+    ]
     for k, optimizer in enumerate(look.optimizers):
         owner = f"optimizers[{k}]" if len(look.optimizers) > 1 else "the optimizer"
         prefix = f"{owner}." if len(look.optimizers) > 1 else ""

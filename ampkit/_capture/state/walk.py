@@ -5,6 +5,7 @@ import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,16 +54,18 @@ class Walk:
                 if child is not None and child not in seen:
                     seen.add(child)
                     self.modules.append(child)
-        self.tables: tuple[dict[str, Any], ...] = tuple(
-            [table for module in self.modules for table in module_tables(module)]
-        )
+        self.tables: tuple[dict[str, Any], ...] = (*chain.from_iterable(map(module_tables, self.modules)),)
         # These keep the objects alive, so that no other object gets the same identity.
         self._objects = Objects(gc.get_referents(*self.tables))
         # Each once: a parameter may be registered under two names.
-        self.tensors: list[Tensor] = list(
-            dict.fromkeys(found for found in self._objects.objects if isinstance(found, Tensor))
-        )
-        self.training: Callable[[], Iterator[bool]] = _training_of(self.modules)
+        found = (each for each in self._objects.objects if isinstance(each, Tensor))
+        self.tensors: list[Tensor] = list(dict.fromkeys(found))
+        # In a third of the time, if it is there and no class defines it.
+        if all("training" in vars(each) and not hasattr(type(each), "training") for each in self.modules):
+            read = functools.partial(map, operator.itemgetter("training"), list(map(vars, self.modules)))
+        else:
+            read = functools.partial(map, operator.attrgetter("training"), self.modules)
+        self.training: Callable[[], Iterator[bool]] = read
         self.is_split: bool = any(local_shard(tensor) is not tensor for tensor in self.tensors)
         owners = (path for path in self.paths() for _ in range(3))  # three tables each
         # Now, because the tables may change.
@@ -109,11 +112,6 @@ class Walk:
         for place, gradient in gradients:
             self.tensors[place].grad = gradient
 
-    def leave(self, flags: list[tuple[int, bool]], gradients: list[tuple[int, Tensor | None]]) -> None:
-        """Set some of the flags and of the gradients."""
-        self.set_flags(flags)
-        self.set_gradients(gradients)
-
     def put_back(self, before: list[bool]) -> None:
         """Put back the flags that were changed since."""
         self.set_flags([(place, before[place]) for place, _ in self.changed_flags(before)])
@@ -138,17 +136,6 @@ class Walk:
         if not any(map(is_lazy, self.tensors)):
             return ""
         return next(name for name, found in zip(self._names, self._objects.objects, strict=False) if is_lazy(found))
-
-
-def _training_of(modules: list[nn.Module]) -> Callable[[], Iterator[bool]]:
-    """Return a function that reads `training` of the modules.
-
-    It reads the `__dict__` of the modules, in a third of the time, if `training` is there and no class defines it.
-    """
-    tables = list(map(vars, modules))
-    if all("training" in table and not hasattr(type(m), "training") for m, table in zip(modules, tables, strict=True)):
-        return functools.partial(map, operator.itemgetter("training"), tables)
-    return functools.partial(map, operator.attrgetter("training"), modules)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:

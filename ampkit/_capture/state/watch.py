@@ -5,14 +5,16 @@ import ctypes
 import gc
 import operator
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from types import MethodType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..._optimizer.param_groups import CapturableGroups
 from ..._torch.device.rnn_dropout import RnnDropout
 from ..._torch.optimizers import HOOKS_OF_ALL, hooks_of_one, step_hooks
 from ..._torch.tensors.modes import (
@@ -35,16 +37,6 @@ from .walk import Walk, requires_grad
 _G = TypeVar("_G")
 
 
-class Rates(Protocol):
-    """The tensors that a captured optimizer reads its learning rates from."""
-
-    def refresh(self) -> None:
-        """Bring them up to date with `group["lr"]`. Sync: none."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return them."""
-
-
 class Scaler(Protocol):
     """What training state asks of a gradient scaler."""
 
@@ -61,18 +53,6 @@ class Scaler(Protocol):
         """Return whether the last step waited for the device as later ones will not."""
 
 
-class _Group(NamedTuple):
-    """A param group, as it is looked at.
-
-    Attributes:
-        entries: the group.
-        frozen: reads the values of the entries that a graph cannot follow.
-    """
-
-    entries: dict[str, Any]
-    frozen: Callable[[dict[str, Any]], tuple[Any, ...]]
-
-
 class Look:
     """What one call has seen of the state, and how the next call sees whether anything is different.
 
@@ -82,50 +62,28 @@ class Look:
 
     Args:
         walk: the modules.
-        optimizers: see `TrainingState`.
-        scaler: see `TrainingState`.
-        finds_gradients: see `TrainingState`.
+        state: what is looked at. It is not kept, for it keeps the look.
         bare: parameters that have no gradient.
-        held: whether graphs hold all numbers of the optimizers as constants.
-        sees_hooks: see `TrainingState`.
-        reads: which attributes of the modules and which variables are compared.
-        host_tensors: which tensors on the host are compared.
-        rnn_dropout: notices when cuDNN's dropout begins anew.
 
     Attributes:
-        walk, optimizers, scaler, held: as given.
+        held: whether graphs hold all numbers of the optimizers as constants.
         tensors: those outside of the modules' parameters and buffers that are compared.
         dropout_begun: how often cuDNN's dropout has begun anew.
         followed: the entries of a param group whose changes graphs follow.
-        addresses: of parameters and buffers.
-        layouts: of parameters and buffers.
+        addresses, layouts: of parameters and buffers.
         gradients: addresses of gradients, [] if there are none.
         hooks: those of modules, parameters and buffers, behind the table that has them.
-        reads: the values of the attributes and variables that are compared.
-        host_values: the values of the tensors on the host that are compared.
+        reads, host_values: what is compared of attributes and variables, and of tensors on the host.
         kept: what the optimizers keep of each parameter.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        optimizers: Sequence[torch.optim.Optimizer],
-        scaler: Scaler | None,
-        *,
-        finds_gradients: bool,
-        bare: Sequence[Tensor],
-        held: bool,
-        follows_rates: bool,
-        sees_hooks: bool,
-        reads: Reads,
-        host_tensors: HostTensors,
-        rnn_dropout: RnnDropout,
-    ) -> None:
-        self._rnn_dropout, self.dropout_begun = rnn_dropout, rnn_dropout.times
-        self.walk, self.optimizers, self.scaler, self.held = walk, optimizers, scaler, held
-        self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in optimizers]
-        self.followed = ("lr", "initial_lr") if follows_rates else ("initial_lr",)
-        self._finds_gradients, self._bare = finds_gradients, bare
+    def __init__(self, walk: Walk, state: "StateWatch[Any]", bare: Sequence[Tensor]) -> None:
+        self.walk, self.optimizers, self.scaler, self.held = walk, state.optimizers, state.scaler, state.held
+        self._finds_gradients, self._bare, self._sees_hooks = state.finds_gradients, bare, state.sees_hooks
+        self._host_tensors, self._rnn_dropout = state.host_tensors, state.rnn_dropout
+        self.dropout_begun = self._rnn_dropout.times
+        self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in self.optimizers]
+        self.followed = ("initial_lr",) if state.held or state.holds_rates else ("lr", "initial_lr")
         self.layouts = walk.layouts()
         # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
         # DTensors it is given the parts.
@@ -133,24 +91,24 @@ class Look:
         is_seen = self._has_layouts is not None and torch.is_grad_enabled() and not walk.is_split
         # Torch refuses `requires_grad` for integers, such as the counters of batch norm.
         self._differentiable = [] if is_seen else [t for t in walk.tensors if t.is_floating_point() or t.is_complex()]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._groups = [_Group(group, getter([key for key in group if key not in self.followed])) for group in groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        # Each with what reads the entries that a graph cannot follow.
+        self._groups = [(group, getter([key for key in group if key not in self.followed])) for group in groups]
         # The params are a list, and betas out of a JSON file, too. What is in them may change in place.
         lists = [value for group in groups for value in group.values() if type(value) is list]
         # What the optimizers keep of each parameter, which someone may replace to begin anew.
-        self.kept = [table for optimizer in optimizers for table in optimizer.state.values() if type(table) is dict]
+        self.kept = [table for each in self.optimizers for table in each.state.values() if type(table) is dict]
         self._tables: tuple[Any, ...] = (
             *walk.tables,
-            *[part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)],
+            *[part for optimizer in self.optimizers for part in (optimizer.state, optimizer.param_groups)],
             *self.kept,
             *lists,
         )
-        self._sees_hooks = sees_hooks
         self._hooks_made = hooks_made()
-        hooks = tables_with_hooks(walk.modules, walk.tensors) if sees_hooks else []
+        hooks = tables_with_hooks(walk.modules, walk.tensors) if state.sees_hooks else []
         self.hooks = _with_contents(hooks)
         self._tables += tuple(hooks)  # so that hooks that are removed are noticed
-        reading = reads.look(walk.modules, walk.paths)
+        reading = state.reads.look(walk.modules, walk.paths)
         self.reads, self._readers = reading.values, (reading.readers, reading.read)
         self._tables += tuple(reading.cells)
         self._classed, self._functions = reading.objects, reading.functions
@@ -158,10 +116,10 @@ class Look:
         self._lists: list[Any] = [*lists, *[table for table in reading.tables if tells_its_size(type(table))]]
         self._lengths = list(map(len, self._lists))
         self._read_numbers()
-        self._host_tensors, self.host_values = host_tensors, host_tensors.values()
+        self.host_values = self._host_tensors.values()
         self._host_bytes = list(self.host_values.found.values())
         self.addresses = walk.addresses()
-        self.gradients = gradient_addresses(walk.tensors) if finds_gradients else []
+        self.gradients = gradient_addresses(walk.tensors) if state.finds_gradients else []
         self._settings = self._read_settings()
 
     def with_numbers(self) -> "Look | None":
@@ -179,7 +137,7 @@ class Look:
 
     def _read_numbers(self) -> None:
         self._objects = self._read_objects()  # kept, so that no other object gets the same identity
-        self._read_identities = _identities_of(len(self._objects))
+        self._read_identities = _pointers_of(len(self._objects)) if _READS_TUPLES else _ids
         self._identities = self._read_identities(self._objects)
 
     def is_current(self, *, but_last: int = 0) -> bool:
@@ -221,9 +179,7 @@ class Look:
         return True
 
     def _read_settings(self) -> list[Any]:
-        found = [read() for read in PLAIN_READERS]
-        found += [number(read()) for read, number in ENUM_READERS]
-        return found
+        return [read() for read in PLAIN_READERS] + [number(read()) for read, number in ENUM_READERS]
 
     def _read_objects(self) -> tuple[Any, ...]:
         walk = self.walk
@@ -269,22 +225,13 @@ def _with_contents(tables: Sequence[dict[int, Any]]) -> list[Any]:
 
 
 class StateWatch(Generic[_G]):
-    """Notices when the training state is no longer what it was in the call before.
-
-    Args:
-        modules: see `TrainingState`.
-        optimizers: see `TrainingState`.
-        scaler: see `TrainingState`.
-        finds_gradients: see `TrainingState`.
-        bare: see `TrainingState`.
-        sees_hooks: see `TrainingState`.
-        rates: see `TrainingState`.
-        functions: see `TrainingState`.
-        describe: `describe(look)` returns what stands for the state that was looked at.
+    """What `TrainingState` notices when the state is no longer what it was in the call before. It has the arguments.
 
     Attributes:
+        held: whether graphs hold all numbers of the optimizers as constants.
         reads: which attributes of the modules and which variables are compared.
         host_tensors: which tensors on the host are compared.
+        rnn_dropout: notices when cuDNN's dropout begins anew.
     """
 
     def __init__(
@@ -296,32 +243,35 @@ class StateWatch(Generic[_G]):
         finds_gradients: bool,
         bare: nn.Module | None,
         sees_hooks: bool,
-        rates: Sequence[Rates],
+        rates: Sequence[CapturableGroups],
         holds_rates: bool,
         functions: Sequence[Any],
-        describe: Callable[[Look], _G],
     ) -> None:
-        self._modules, self._optimizers, self._scaler = modules, optimizers, scaler
-        self._finds_gradients, self._rates, self._describe = finds_gradients, rates, describe
-        self._bare, self._sees_hooks = bare, sees_hooks
+        self.modules = modules
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
+        self.scaler = scaler
+        self.finds_gradients, self.sees_hooks, self.holds_rates = finds_gradients, sees_hooks, holds_rates
+        self._bare, self._rates, self._functions = bare, rates, tuple(functions)
         self.reads: Reads = Reads(functions)
-        self._functions = tuple(functions)
         self.host_tensors: HostTensors = HostTensors()
-        self._rnn_dropout = RnnDropout()
-        self._holds_rates = holds_rates
-        self._held = False  # whether graphs hold all numbers of the optimizers as constants
+        self.rnn_dropout: RnnDropout = RnnDropout()
+        self.held: bool = False
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
         self._walked = 0
         self._seen: tuple[Look, _G] | None = None
 
+    @abstractmethod
+    def _described(self, look: Look) -> _G:
+        """Return what stands for the state that was looked at."""
+
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
-        self._optimizers, self._rates, self._held = optimizers, (), True
+        self.optimizers, self._rates, self.held = tuple(optimizers), (), True
         self.look_again()
 
     def look_again(self) -> None:
-        """Have the next call look anew at everything, so that another object stands for the state."""
+        """Have the next generation be another object, so that its user looks at what belongs to it."""
         self._seen = None
 
     def held_tensors(self) -> LeftTensors:
@@ -339,7 +289,7 @@ class StateWatch(Generic[_G]):
 
         It launches one kernel per rate that changed. Sync: none.
         """
-        now = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        now = [group.get("lr") for optimizer in self.optimizers for group in optimizer.param_groups]
         # A rate that is a tensor may have been written to. A number that is the same object is unchanged.
         if len(now) == len(self._filled) and all(map(operator.is_, now, self._filled)):
             return
@@ -347,47 +297,31 @@ class StateWatch(Generic[_G]):
             rates.refresh()
         self._filled = now if _NUMBERS.issuperset(map(type, now)) else [_NOT_FILLED]
 
-    def present(self) -> _G:
+    def generation(self) -> _G:
         """Return what stands for the present state: the same object as before if nothing has changed since.
 
         Learning rates, which graphs read from tensors, are brought up to date. Every call does this. Sync: none.
         """
         self.refresh_rates()
-        if self._rnn_dropout.device is not None:
-            self._rnn_dropout.look()
-        if self._seen is None or len(self._modules) != self._walked:
-            return self._look()
-        with without_torch_function():
-            if self._seen[0].is_current():
-                return self._seen[1]
-            if (look := self._seen[0].with_numbers()) is not None:
-                self._seen = look, self._describe(look)
-                return self._seen[1]
-        return self._look()
-
-    def _look(self) -> _G:
+        if self.rnn_dropout.device is not None:
+            self.rnn_dropout.look()
+        if self._seen is not None and len(self.modules) == self._walked:
+            with without_torch_function():
+                if self._seen[0].is_current():
+                    return self._seen[1]
+                if (look := self._seen[0].with_numbers()) is not None:
+                    self._seen = look, self._described(look)
+                    return self._seen[1]
         self._seen = None
-        if self._walk is None or len(self._modules) != self._walked or not self._walk.is_current():
-            self._walk, self._walked = Walk(self._modules), len(self._modules)
-            self._rnn_dropout.watch(self._walk.modules)
+        if self._walk is None or len(self.modules) != self._walked or not self._walk.is_current():
+            self._walk, self._walked = Walk(self.modules), len(self.modules)
+            self.rnn_dropout.watch(self._walk.modules)
         with without_torch_function():
             bare = [] if self._bare is None else list(self._bare.parameters())
             for param in bare:
                 param.grad = None
-            look = Look(
-                self._walk,
-                self._optimizers,
-                self._scaler,
-                finds_gradients=self._finds_gradients,
-                bare=bare,
-                held=self._held,
-                follows_rates=not (self._held or self._holds_rates),
-                sees_hooks=self._sees_hooks,
-                reads=self.reads,
-                host_tensors=self.host_tensors,
-                rnn_dropout=self._rnn_dropout,
-            )
-            now = self._describe(look)
+            look = Look(self._walk, self, bare)
+            now = self._described(look)
         self._seen = look, now
         return now
 
@@ -444,11 +378,6 @@ def _pointers_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
     """Return what does as `_ids` for that many objects, in less time: in CPython a tuple is an array of them."""
     at = (ctypes.c_char * (_POINTER * count)).from_address
     return lambda objects: at(id(objects) + _HEAD).raw
-
-
-def _identities_of(count: int) -> Callable[[tuple[Any, ...]], bytes]:
-    """Return a function that returns the identities of the objects in a tuple of that length."""
-    return _pointers_of(count) if _READS_TUPLES else _ids
 
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from ..._arguments import check_path, wrong
 from ..._capture.graph.kernel_names import GRAPH_MARK, KernelTable
-from ..._capture.graph.profiled_calls import Call, Owner, ProfiledCalls
-from ..._capture.graph.profiled_trace import checked_trace, read_trace
+from ..._capture.graph.profiled_calls import Call, Owner, ProfiledCalls, checked_trace, read_trace
 from .alignment import certain_places
 from .named_trace import NamedKernel, NamedTrace, row_of_modules
 

@@ -240,8 +240,8 @@ class GraphedStep(GraphOwner):
         schedule = None if scheduler is None else Schedule(scheduler)
         self._window = Window(call, engine.run, step, accumulate, None if schedule is None else schedule.step)
         slices = Slices(self._window, accumulate)
-        self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, schedule, buckets)
-        self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
+        self._scan = Scan(engine, step, slices, optimizer, schedule, buckets)
+        self._whole_window = WholeWindow(engine, step, slices, buckets)
         self._buckets = buckets
         self._metrics = StepMetrics(engine, step.scaler, step.device)
 

@@ -44,13 +44,7 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
 
 
 def step_maker(compile: str | None, options: Options, *, sharded: bool) -> Callable[..., TrainingStep]:
-    """Return what makes the step.
-
-    Args:
-        compile: how to compile, None for not at all.
-        options: of the step.
-        sharded: whether the model is under `fully_shard`.
-    """
+    """Return what makes the step. `sharded` says whether the model is under `fully_shard`."""
     if compile is None:
         return TrainingStep
     raises = options.on_failure == "raise"

@@ -157,7 +157,6 @@ class GraphedFunction(GraphOwner):
         self._optimizers = tuple(optimizers)
         self._scaler = scaler
         self._options = options
-        self._groups: list[CapturableGroups] = []
         self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.Lock()
         for part in (fn, *modules):
@@ -174,54 +173,42 @@ class GraphedFunction(GraphOwner):
     def _make_engine(self, device: torch.device) -> Engine:
         if self._scaler is not None:
             self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
+        captures = self._options.graph != "off"
         blocker = why_not_dense(self._modules) if self._optimizers else ""
         problem = next(filter(None, map(why_not_capturable, self._optimizers)), "")
-        if self._options.on_failure != "parts" or self._options.graph == "off" or not self._modules:
+        if self._options.on_failure != "parts" or not captures or not self._modules:
             blocker, problem = blocker or problem, ""
-        self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
-        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
-        groups = [] if blocker or problem else self._groups
-        left = LeftGradients(kept=self._options.graph != "off")
+        groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
+        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=captures)
+        left = LeftGradients(kept=captures)
         state = TrainingState(
             {f"modules[{i}]": module for i, module in enumerate(self._modules)},
             () if problem else self._optimizers,
             self._scaler,
             own=left.tensors,
             finds_gradients=True,
-            rates=() if problem else self._groups,
+            rates=() if problem else groups,
             functions=(self._fn,),
             eager_optimizers=self._optimizers if problem else (),
             problem=problem,
         )
+        applied = [] if blocker or problem else groups
         function = _EngineFunction(
-            self._fn,
-            self._modules,
-            groups,
-            self._scaler,
-            ranks.shards,
-            self._name,
-            left,
-            state,
+            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, left, state
         )
+        named, why_never = function.named_modules, "" if self._modules else _NONE_DECLARED
+        update, options = WithinFunction(), self._options
         session = Session(
             fn=function,
             captured=function,
             state=state,
             device=device,
-            options=self._options,
+            options=options,
             ranks=ranks,
             blocker=blocker,
             name=self._name,
             declared=True,
-            splitter=StepSplitter(
-                function,
-                function.named_modules,
-                WithinFunction(),
-                self._options,
-                ranks,
-                device,
-                why_never="" if self._modules else _NONE_DECLARED,
-            ),
+            splitter=StepSplitter(function, named, update, options, ranks, device, why_never=why_never),
         )
         return Engine(session)
 
@@ -304,10 +291,6 @@ class _EngineFunction:
         for i, module in enumerate(self._modules):
             yield from module.named_modules(seen, f"modules[{i}]")
 
-    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
-        """Do all of it, for the function steps its optimizers itself."""
-        return self(phase, *args, **kwargs)
-
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         self._shards.gather()
         params = [param for module in self._modules for param in module.parameters()]
@@ -335,21 +318,18 @@ class _EngineFunction:
         set_gradients(params, left)  # they lie in no graph's pool
         return outputs
 
+    in_parts = __call__  # the function steps its optimizers itself
+
 
 class LeftGradients:
     """The gradients that calls of a function leave in `param.grad`, in tensors that all of its graphs write.
 
-    Args:
-        kept: whether there are graphs. Without any, gradients are left as they are.
-
-    Attributes:
-        tensors: the gradients by name: state that a call changes.
+    If there are no graphs (`kept` is False), gradients are left as they are.
     """
 
     def __init__(self, *, kept: bool) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # the gradients by name: state that a call changes
         self._kept = kept
-        self._of: dict[nn.Parameter, Tensor] = {}
         self._numbers: dict[nn.Parameter, int] = {}
 
     def keep(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -366,10 +346,10 @@ class LeftGradients:
                 if made.layout is not torch.strided:
                     made = before
                 else:
-                    kept = self._of.get(param)
+                    name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
+                    kept = self.tensors.get(name)
                     if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
-                        kept = self._of[param] = torch.empty_like(made)
-                        self.tensors[f"gradient {self._numbers.setdefault(param, len(self._numbers))}"] = kept
+                        kept = self.tensors[name] = torch.empty_like(made)
                     copies[local_shard(kept)] = local_shard(made).detach()
                     made = kept
             left.append(made)

@@ -412,8 +412,7 @@ def _session(
 ) -> Session:
     """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
     ranks, device = step.ranks, step.device
-    update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    why_never = why_not_compiled_in_parts(compile)
+    update, why_never = CapturedUpdate(step, state, options, "graphed_step"), why_not_compiled_in_parts(compile)
     return Session(
         fn=step,
         captured=step.captured,

@@ -28,9 +28,6 @@ class OptimizerPlace(MovableOptimizer):
         why_behind: why it steps behind the graphs at first; "" if it is a part of them and stays one.
         may_join: whether it may become a part.
         holds: whether it is a part from the beginning, with its rate as a constant. It leaves if that changes.
-
-    Attributes:
-        why_behind: why it steps behind the graphs now; "" if it is a part of them.
     """
 
     def __init__(
@@ -106,12 +103,7 @@ class OptimizerPlace(MovableOptimizer):
         self._state.look_again()  # so that the engine says why, if there are graphs already
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
-        """Step behind the graphs from now on, if this optimizer may do so. Return whether it did not before.
-
-        Args:
-            changed: what has changed that a graph holds as a constant, or
-            problem: why the step cannot be captured.
-        """
+        """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`."""
         if not self._joined or (problem and self._holds):
             return False
         self._joined, self._moved = False, True
@@ -139,12 +131,7 @@ def place_of(
 ) -> tuple[str, OptimizerPlace]:
     """Return why nothing can be captured with this optimizer, "" if something can, and where it steps.
 
-    Args:
-        optimizer: what steps.
-        scaler: steps it.
-        options: of the step.
-        ranks: the processes that train the model.
-        as_torch: whether it has to have the bits of a loop of torch's, see `why_other_bits`.
+    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`.
     """
     why = why_not_capturable(optimizer) or (why_other_bits(optimizer) if as_torch else "")
     if not why and as_torch and not all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):

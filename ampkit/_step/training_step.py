@@ -53,7 +53,7 @@ class PartOfStep(NamedTuple):
 
     Attributes:
         output: the output of the step, so far.
-        accumulated: indices of the parameters that have an accumulated gradient behind the call. None if the call has
+        accumulated: numbers of the parameters that have an accumulated gradient behind the call. None if the call has
             stepped the optimizer.
         prepared: what the optimizer behind the call needs to know of these gradients, which are unscaled and clipped.
             None if they are not, or if there is more to accumulate.
@@ -99,18 +99,10 @@ class TrainingStep:
     `param.grad` is None between calls. Gradients that a later call needs are kept in tensors of the step's own, at
     addresses that never change, because a gradient that autograd makes in a capture lies in the graph's pool.
 
-    Args:
-        loss_fn: see `graphed_step`.
-        model: see `graphed_step`.
-        optimizer: see `graphed_step`.
-        policy: see `graphed_step`.
+    Args beside those of `graphed_step`:
         scaler: the loss scale; a disabled one if there is none.
-        max_norm: see `graphed_step`.
-        accumulate: each loss is divided by this before its backward.
-        after_step: called with the model behind the optimizer.
         ranks: the processes that average gradients, once per window.
-        device: where the parameters are.
-        capturable: whether the optimizer can be captured.
+        capturable: whether the optimizer can be captured. Then, in a graph, it reads its learning rates from tensors.
         place: where the optimizer steps. If that is behind the calls, `finish` must be called behind the last one of a
             window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
@@ -120,13 +112,7 @@ class TrainingStep:
             does that is written with torch alone.
 
     Attributes:
-        scaler: as given.
-        observer: as given.
-        ranks: as given.
-        place: as given.
-        device: as given.
         groups: the optimizer's param groups, as a capture needs them.
-        capturable: as given. Then the optimizer, in a graph, reads its learning rates from tensors.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
     """
@@ -256,13 +242,7 @@ class TrainingStep:
             yield
 
     def _run(
-        self,
-        phase: Phase,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        weights: AbstractContextManager[None],
-        *,
-        steps: bool,
+        self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: Any, *, steps: bool
     ) -> PartOfStep:
         self.ranks.shards.gather()
         params = self._parameters()
@@ -302,16 +282,10 @@ class TrainingStep:
     def finish(
         self, accumulated: tuple[int, ...], observed: bool, prepared: Prepared | None = None, *, averaged: bool = True
     ) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on the accumulated gradients.
+        """Step the optimizer on the accumulated gradients of the parameters with these numbers.
 
-        Args:
-            accumulated: the numbers of the parameters that have one.
-            observed: whether the observer measures.
-            prepared: what the last call of the window has returned of these gradients.
-            averaged: whether DDP has averaged them, as it does in the last backward of a window.
-
-        Returns:
-            The gradient norm, and whether the step was skipped; see `StepOutput`.
+        `averaged` says whether DDP has averaged them, as it does in the last backward of a window. Return the gradient
+        norm, and whether the step was skipped; see `StepOutput`.
         """
         self.ranks.shards.gather()
         params = self._parameters()
@@ -407,8 +381,6 @@ class TrainingStep:
             self.scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
-    # ------------------------------------------------------------------------------------------------ accumulation
-
     def _restore_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""
         _clear_gradients(params)
@@ -418,10 +390,8 @@ class TrainingStep:
     def _keep_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
         """Copy gradients that this micro-batch is the first to have to tensors that last until the window's end.
 
-        Autograd has added the other gradients to such tensors already.
-
-        Returns:
-            The numbers of all parameters that have an accumulated gradient now.
+        Autograd has added the other gradients to such tensors already. Return the numbers of all parameters that have
+        an accumulated gradient now.
         """
         known = set(accumulated)
         for i, param in params.items():
@@ -438,8 +408,6 @@ class TrainingStep:
             buffers = [local_shard(self.gradients[_name(i)]) for i in new]
             foreach_copy_(buffers, list(map(local_shard, new.values())))
         return tuple(sorted(known.union(new)))
-
-    # ------------------------------------------------------------------------------------------------------ outputs
 
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

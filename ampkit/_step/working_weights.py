@@ -48,8 +48,7 @@ class WorkingWeights:
 
     Args:
         model: the module whose weights are copied.
-        store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
-            it have the same copies, each a part of them.
+        store: all copies that were made. Several `WorkingWeights` of one model that share it have the same copies.
         write: gets the copies and the weights, and writes the ones to the others.
         averaging: averages gradients over processes within a backward.
     """
@@ -165,12 +164,9 @@ class WorkingWeights:
     def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
         """Context for forward and backward of compiled code, in which the modules have the copies as their parameters.
 
-        At its end the gradients of the copies are added to those of the master weights. If processes average gradients
-        within the backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
-
-        Args:
-            kept: gets the gradients of the copies, by master weight, where that weight has no gradient that they would
-                be added to. These are then not cast.
+        At its end the gradients of the copies are added to those of the master weights. Those of weights that have no
+        gradient go to `kept` instead, by master weight and not cast. If processes average gradients within the
+        backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
         """
         present = [param for param in self._model.parameters() if param in self._copies]
         masters = {self._copies[param]: param for param in present}
@@ -186,8 +182,8 @@ class WorkingWeights:
             if kept is not None:
                 alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
                 kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
-                masters_left = {copy: master for copy, master in masters.items() if master not in kept}
-            _move_gradients(masters if kept is None else masters_left)
+                masters = {copy: master for copy, master in masters.items() if master not in kept}
+            _move_gradients(masters)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)

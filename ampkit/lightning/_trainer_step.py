@@ -179,7 +179,7 @@ class TrainerStep:
             splitter=StepSplitter(
                 self._step,
                 self._module.named_modules,
-                CapturedUpdate(self._step, state, options, self._ranks, device, "AmpkitCallback"),
+                CapturedUpdate(self._step, state, options, "AmpkitCallback"),
                 options,
                 self._ranks,
                 device,

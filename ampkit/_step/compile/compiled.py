@@ -317,7 +317,7 @@ class CompiledTrainingStep(TrainingStep):
 
     @contextmanager
     def _compiling(self, part: str) -> Iterator[None]:
-        """Context for a compilation. It takes the time, and says on a terminal what is compiled and how long that took."""
+        """Context for a compilation, which it times. On a terminal it says what is compiled, and how long that took."""
         start, bar = time.perf_counter(), ProgressBar(1)
         try:
             bar.show(f"{self._where}: compiling {part}")

@@ -1,7 +1,7 @@
 """The modules of a step that are captured one by one: which graph a call replays, or why it is eager."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,25 +52,14 @@ class Parts:
 
     Args:
         choice: which calls are captured.
-        device: where they compute.
-        generators: CUDA generators beside the default one that they draw from.
         runs: neighbours that are called as one module, some of which are chosen.
-        emulated: whether graphs are emulated.
+        memory: of their graphs.
     """
 
-    def __init__(
-        self,
-        choice: Choice,
-        device: torch.device,
-        generators: Sequence[torch.Generator],
-        runs: ModuleRuns,
-        *,
-        emulated: bool,
-    ) -> None:
-        self._memory = PartMemory(device, emulated, generators)
-        self._generators = tuple(generators)
+    def __init__(self, choice: Choice, runs: ModuleRuns, memory: PartMemory) -> None:
+        self._memory = memory
         self._modules = {
-            module: {number: _GraphedModule(call, self._memory, self._generators) for number, call in calls.items()}
+            module: {number: _GraphedModule(call, memory) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
         self._all = [part for parts in self._modules.values() for part in parts.values()]
@@ -141,19 +130,13 @@ def _calls(original: Callable[..., Any], parts: "dict[int, _GraphedModule]") -> 
 
 
 class _GraphedModule:
-    """One call of a module in a step.
+    """One call of a module in a step, which a survey saw as `call`."""
 
-    Attributes:
-        call: as a survey saw it.
-        failure: why it could not be captured, "" if it could, or may be.
-    """
-
-    def __init__(self, call: ModuleCall, memory: PartMemory, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(self, call: ModuleCall, memory: PartMemory) -> None:
         assert call.layout is not None  # or it is not chosen
         self.call = call
         self._layout: ModuleLayout = call.layout
         self._memory = memory
-        self._generators = generators
         self._reader = BatchReader(memory.device)
         self._graphs: GraphedPart | None = None
         self._context: Any = None
@@ -161,7 +144,7 @@ class _GraphedModule:
         self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
         self._replays = 0
         self._eager: Counter[str] = Counter()
-        self.failure = ""
+        self.failure = ""  # why it could not be captured, "" if it could, or may be
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module: replay its graph, or call `original`."""
@@ -207,11 +190,11 @@ class _GraphedModule:
             undo.note(modes())
             try:
                 with Undo() as draws, undone(list(module.modules()), device) as rebound:
-                    for generator in self._generators:
+                    for generator in self._memory.generators:
                         draws.note(generator.set_state, generator.get_state())
                     inputs = static_inputs(layout.spec, leaves)
-                    given = original, module, inputs, layout.wants_grad, device, self.call.gradients
-                    passes = PartPasses(*given, grad_mode=layout.grad_mode)
+                    wants, gradients = layout.wants_grad, self.call.gradients
+                    passes = PartPasses(original, module, inputs, wants, device, gradients, layout.grad_mode)
                     graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")

@@ -23,6 +23,7 @@ from ..training_step import Phase
 from .module_choice import Choice, chosen
 from .module_runs import ModuleRuns, runs_in
 from .module_survey import ModuleCall, Survey
+from .part_passes import PartMemory
 from .parts import CHANGED, PartReport, Parts
 from .split_update import Update
 
@@ -52,7 +53,7 @@ class StepSplitter(Splitter):
         step: the step.
         modules: returns the modules that may be captured, by name, each once.
         update: the update of the parameters.
-        options: see `Options`.
+        options: of the step.
         ranks: the processes that train together.
         device: where they compute.
         why_never: why nothing is ever done in parts, if that is known already; else "".
@@ -84,8 +85,6 @@ class StepSplitter(Splitter):
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
 
-    # ------------------------------------------------------------------------------------------------- of a splitter
-
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
         if self._why_never == "unwanted" or not layout.problem:
@@ -99,10 +98,10 @@ class StepSplitter(Splitter):
         reason = self._why_never or next((why for why, is_so in hindrances.items() if is_so), "")
         kind = key.spec, key.settings, key.phase.others
         split = self._splits.get(kind)
-        if split is None and not reason and len(self._splits) >= self._options.max_graphs:
+        if split is not None:
+            reason = reason or split.refusal
+        elif not reason and len(self._splits) >= self._options.max_graphs:
             reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
-        if not reason and split is not None:
-            reason = split.refusal
         if reason:
             self._why_not[reason] = None
             return False
@@ -127,7 +126,7 @@ class StepSplitter(Splitter):
                 engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
-                engine.refuse(layout, split.text(layout.problem))
+                engine.refuse(layout, f"{layout.problem}\nNor is it done in parts: {split.refusal}")
             return outputs
         layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
@@ -135,7 +134,6 @@ class StepSplitter(Splitter):
     def fields(self) -> dict[str, Any]:
         """Return the fields of the report that say what is captured."""
         splits = list(self._splits.values())
-        parts = [part for split in splits for part in split.reports()]
         said = [split.words() for split in splits]
         words = [line for captured, _ in said for line in captured]
         updates, shares = 0, {}
@@ -146,7 +144,7 @@ class StepSplitter(Splitter):
             shares = max(splits, key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
-            "parts": tuple(parts),
+            "parts": tuple(part for split in splits for part in split.reports()),
             "updates": updates,
             "shares": shares,
             "split": tuple(dict.fromkeys(words)),
@@ -171,19 +169,10 @@ class Split:
     captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
     calls in parts are timed. Where no module can be captured, the update of the parameters still is.
 
-    Args:
-        step: the step.
-        modules: see `StepSplitter`.
-        update: see `StepSplitter`.
-        device: where they compute.
-        options: see `Options`.
-        eager: classes of modules that are not to be captured, and why.
-
     Attributes:
         calls: how many calls were done in parts.
         refusal: why its calls are eager, "" if they are done in parts, or may be.
         clock: takes the times.
-        is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
     """
 
     def __init__(
@@ -197,7 +186,7 @@ class Split:
     ) -> None:
         self._step, self._modules, self._update = step, modules, update
         self._device, self._options, self._left = device, options, eager
-        self.is_timed = is_timed(options)
+        self._is_timed = is_timed(options)  # else a split that is slower than eager steps is not given up
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
@@ -218,7 +207,7 @@ class Split:
             self._give_up(f"{why}. Register hooks before the first step")
         if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
             return self._survey(engine, phase, args, kwargs)
-        if why or (self.is_timed and self._eager.wanted):
+        if why or (self._is_timed and self._eager.wanted):
             start = self.clock.now()
             outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
             if not why and phase.last:
@@ -231,7 +220,7 @@ class Split:
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
         settled = phase.last and not self._surveys and self._update.is_settled
-        timed = settled and self.is_timed and self._in_parts.wanted
+        timed = settled and self._is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
         shares = self._shares if settled and not timed and self._shares.wanted else None
         start = self.clock.now() if timed else None
@@ -274,7 +263,7 @@ class Split:
             return outputs
 
         outputs = self._update.done(phase, engine.run(_SURVEYED, step))
-        self._lines |= dict.fromkeys(survey.lines)
+        self._lines |= survey.lines
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
             if self._runs.units:  # two more calls are to show how they are called as modules
@@ -288,9 +277,9 @@ class Split:
     def _choose(self) -> None:
         first, second = self._surveys
         self._choice = chosen(first, second, _FEWEST, self._failed)
-        emulated = self._options.graph == "emulate"
+        memory = PartMemory(self._device, self._options.graph == "emulate", self._options.generators)
         assert self._runs is not None  # known behind the first survey
-        self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
+        self._parts = Parts(self._choice, self._runs, memory)
 
     def _check_that_something_is_captured(self) -> None:
         """Give the split up if there is neither a module to capture nor the update."""
@@ -314,12 +303,6 @@ class Split:
         if self._parts is not None:
             self._parts.reset()
             self._parts = None
-
-    # ------------------------------------------------------------------------------------------------------ reports
-
-    def text(self, problem: str) -> str:
-        """Return why the step is not captured."""
-        return f"{problem}\nNor is it done in parts: {self.refusal}"
 
     @property
     def nbytes(self) -> int:

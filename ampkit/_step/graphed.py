@@ -152,11 +152,8 @@ class GraphedFunction(GraphOwner):
     ) -> None:
         functools.update_wrapper(self, fn)
         self._name = name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
-        self._fn = fn
-        self._modules = tuple(modules)
-        self._optimizers = tuple(optimizers)
-        self._scaler = scaler
-        self._options = options
+        self._fn, self._scaler, self._options = fn, scaler, options
+        self._modules, self._optimizers = tuple(modules), tuple(optimizers)
         self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.Lock()
         for part in (fn, *modules):

@@ -161,10 +161,9 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    warmup = warmup_of(warmup, compile)
     options = Options(
         graph=graph,
-        warmup=warmup,
+        warmup=warmup_of(warmup, compile),
         on_failure=on_failure,
         verify=verify,
         generators=generators,

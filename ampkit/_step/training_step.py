@@ -65,19 +65,12 @@ class PartOfStep(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Which part of an optimizer step a call does. Calls of different phases get different graphs.
+    """Which part of an optimizer step a call does. Calls of different phases get different graphs."""
 
-    Attributes:
-        last: whether the call has the last micro-batch of its window, so that the optimizer steps in it.
-        accumulated: numbers of the parameters that have a gradient from earlier micro-batches of the window.
-        observed: whether an observer measures in the call. Other calls then have graphs without its kernels.
-        others: what else decides which graph may serve the call.
-    """
-
-    last: bool
-    accumulated: tuple[int, ...]
-    observed: bool = False
-    others: tuple[Part, ...] = ()
+    last: bool  # whether the call has the last micro-batch of its window, so that the optimizer steps in it
+    accumulated: tuple[int, ...]  # numbers of the parameters with a gradient from earlier micro-batches of the window
+    observed: bool = False  # whether an observer measures in the call. Graphs of other calls are without its kernels
+    others: tuple[Part, ...] = ()  # what else decides which graph may serve the call
 
     @property
     def words(self) -> str:
@@ -137,18 +130,13 @@ class TrainingStep:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,
     ) -> None:
-        self._loss_fn = loss_fn
-        self._model = model
+        self._loss_fn, self._model, self._optimizer, self._policy = loss_fn, model, optimizer, policy
+        self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
+        self._after_step, self._around, self._apart = after_step, around, apart
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
-        self._optimizer = optimizer
-        self._policy = policy
         self.scaler = scaler
-        self._max_norm = max_norm
-        self._max_value = max_value
-        self._accumulate = accumulate
         ranks.reducers.refuse_accumulation("graphed_step", accumulate)
-        self._after_step = after_step
         self.ranks: Ranks = ranks
         self.device: torch.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
@@ -159,7 +147,6 @@ class TrainingStep:
         self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._state: TrainingState | None = None
-        self._around, self._apart = around, apart
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -221,7 +208,7 @@ class TrainingStep:
             holds_rates=self.place.holds_rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self.place.join_later(state)
+        self.place.state = state
         return state
 
     def gathered(self, call: Callable[..., PartOfStep], *args: Any, **kwargs: Any) -> PartOfStep:

@@ -49,13 +49,10 @@ class Window:
         size: int,
         after: Callable[[], object] | None = None,
     ) -> None:
-        self.call = call
-        self._run = run
-        self._step = step
+        self.call, self.after = call, after
+        self._run, self._step, self._size = run, step, size
         self._scaler: GradScaler = step.scaler
         self._observer: Observer | None = step.observer
-        self.after = after
-        self._size = size
         self.count = 0
         self.accumulated: tuple[int, ...] = ()
         self._phase = Phase(True, ())  # of the last call

@@ -72,13 +72,11 @@ class CompiledTrainingStep(TrainingStep):
 
     If the compilation of a layout fails, its calls are not compiled; a warning says why, once.
 
-    Args:
-        *args: see `TrainingStep`.
+    Args beside those of `TrainingStep`:
         compile: "default" or "max", see `graphed_step`.
         raises: whether a compilation that fails is an error (`on_failure="raise"`).
         generators: random-number generators beside torch's own that the loss draws from.
         name: what messages call the step.
-        **kwargs: see `TrainingStep`.
     """
 
     intended: ClassVar[tuple[str, ...]] = (_DDP_CALL, _BUCKET_END)  # texts of graph breaks that nobody is told of

@@ -36,10 +36,6 @@ class CompiledShards:
     So the collectives are the same, in the same order, whether a part is compiled or not. A rank may compile while
     others do not. If the compilation of a part fails, this part is made again as eager code at its place, from the
     buffers and random numbers before it, and no collective is made twice.
-
-    Attributes:
-        names: of the parts.
-        problems: why a part is not compiled, by its name.
     """
 
     def __init__(self, model: nn.Module, compiler: Compiler, generators: Sequence[torch.Generator]) -> None:
@@ -49,7 +45,7 @@ class CompiledShards:
         self._first = False  # whether the call that runs compiles
         self._leaves: Sequence[Any] = ()  # of the batch of that call
         self._calls: _ModelCalls | None = None  # the calls that the loss makes of the model, while it is compiled
-        self.problems: dict[str, str] = {}
+        self.problems: dict[str, str] = {}  # why a part is not compiled, by its name
         eager, wrapped, between = parts_of(model)
         names = {module: name or "the model" for name, module in model.named_modules()}
         self.names = [LOSS, *(names[module] for module in (*wrapped, *between))]
@@ -141,16 +137,12 @@ class CompiledShards:
 
 @dataclass(eq=False)
 class _ModelCalls:
-    """The calls of a model in a loss, so that the loss can be called again without them.
-
-    Attributes:
-        has_raised: whether one of them has raised an error.
-    """
+    """The calls of a model in a loss, so that the loss can be called again without them."""
 
     _made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
     _left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those to repeat
     _within: bool = False
-    has_raised: bool = False
+    has_raised: bool = False  # whether one of them has raised an error
 
     def make(self, call: Callable[[], Any], snapshot: Callable[[], Snapshot]) -> Any:
         """Return what the call returns, or has returned at this place."""

@@ -14,15 +14,10 @@ from .stack import Stack, sliced
 
 @dataclass(eq=False)
 class Slices:
-    """Makes the calls of stacks one by one, and learns by that which phases they have.
-
-    Attributes:
-        window: of these calls.
-        size: how many micro-batches a window has.
-    """
+    """Makes the calls of stacks one by one, and learns by that which phases they have."""
 
     window: Window
-    size: int
+    size: int  # how many micro-batches a window has
     _phases: dict[tuple[Spec, bool], tuple[Phase, ...]] = field(default_factory=dict)
     _seen: list[Phase] = field(default_factory=list)  # in the window that the calls are in
 

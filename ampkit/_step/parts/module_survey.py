@@ -109,14 +109,9 @@ class Survey:
 
     Args:
         modules: those to look at, by name, each once.
-        device: where they compute.
         generators: see `Preflight`.
         eager: classes of modules that are not to be captured, and why.
         writes_may_stop: whether numbers that a forward changes in lists, dicts and objects may stay as they are.
-
-    Attributes:
-        calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
-        lines: the lines that cannot be captured, with what happens there.
     """
 
     def __init__(
@@ -131,8 +126,8 @@ class Survey:
         self._modules = list(modules)
         self._device, self._eager = device, eager
         self._preflight = Preflight(device, generators, observers=[self._on_operation], located=self._on_finding)
-        self.calls: list[ModuleCall] = []
-        self.lines: dict[str, None] = {}
+        self.calls: list[ModuleCall] = []  # in the order in which they began, but for those within a backward
+        self.lines: dict[str, None] = {}  # that cannot be captured, with what happens there
         self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself

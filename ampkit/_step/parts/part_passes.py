@@ -25,19 +25,14 @@ from .module_survey import GradientLayout
 
 
 class PartMemory(SharedMemory):
-    """The pools of the parts of one step.
-
-    Attributes:
-        generators: CUDA generators beside the default one that the parts draw from.
-        shares: measures how much of the time of the present call each part takes; None if that is not measured.
-    """
+    """The pools of the parts of one step, which may draw from generators beside the default one."""
 
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
         super().__init__(device, emulated)
         self.generators = tuple(generators)
         self._backward_pool = Pool()
         self._forward_pools: list[Pool] = []
-        self.shares: Shares | None = None
+        self.shares: Shares | None = None  # measures how much of the time of the present call each part takes
 
     @property
     def nbytes(self) -> int:

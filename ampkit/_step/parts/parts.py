@@ -57,7 +57,7 @@ class Parts:
     """
 
     def __init__(self, choice: Choice, runs: ModuleRuns, memory: PartMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self._modules = {
             module: {number: _GraphedModule(call, memory) for number, call in calls.items()}
             for module, calls in choice.calls.items()
@@ -88,8 +88,8 @@ class Parts:
     def installed(self, shares: Shares | None = None) -> Iterator[None]:
         """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
         with self._runs.installed(), Undo() as undo:
-            undo.note(setattr, self._memory, "shares", None)
-            self._memory.shares = shares
+            undo.note(setattr, self.memory, "shares", None)
+            self.memory.shares = shares
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             yield
@@ -97,11 +97,6 @@ class Parts:
     def reports(self) -> list[PartReport]:
         """Return what happened to the calls."""
         return [part.report(number) for parts in self._modules.values() for number, part in parts.items()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the graphs' pools take."""
-        return self._memory.nbytes
 
     def failures(self) -> dict[ModuleCall, str]:
         """Return why some calls could not be captured."""

@@ -53,9 +53,6 @@ class StepSplitter(Splitter):
         step: the step.
         modules: returns the modules that may be captured, by name, each once.
         update: the update of the parameters.
-        options: of the step.
-        ranks: the processes that train together.
-        device: where they compute.
         why_never: why nothing is ever done in parts, if that is known already; else "".
         eager: classes of modules that are not to be captured, and why.
     """
@@ -168,11 +165,6 @@ class Split:
     Its first two calls are watched by a `Survey`, or three if there are neighbours in an `nn.Sequential` that may be
     captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
     calls in parts are timed. Where no module can be captured, the update of the parameters still is.
-
-    Attributes:
-        calls: how many calls were done in parts.
-        refusal: why its calls are eager, "" if they are done in parts, or may be.
-        clock: takes the times.
     """
 
     def __init__(
@@ -195,10 +187,10 @@ class Split:
         self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
         self._parts: Parts | None = None
-        self.calls = 0
+        self.calls = 0  # that were done in parts
         self._shares = Shares(self.clock)
         self._said = False
-        self.refusal = ""
+        self.refusal = ""  # why its calls are eager, "" if they are done in parts, or may be
 
     def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
@@ -307,7 +299,7 @@ class Split:
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs of the modules take."""
-        return 0 if self._parts is None else self._parts.nbytes
+        return 0 if self._parts is None else self._parts.memory.nbytes
 
     def first_words(self) -> str:
         """Return in words what is to be captured, once, as soon as that is known; else ""."""

@@ -23,7 +23,7 @@ PENDING: Any = object()  # stands for the result of a call that could not be rep
 class GraphedPasses:
     """The forward and the backward graph of one layout of the input."""
 
-    _shared: SharedMemory  # the pools and the order of launches, which other callables share
+    shared: SharedMemory  # the pools and the order of launches, which other callables share
     _passes: Passes  # the tensors that the graphs read and write
     _forward: Graph
     _backward: Graph  # not captured if no output requires grad
@@ -40,7 +40,7 @@ class GraphedPasses:
 
         Sync: none. Aliasing: none.
         """
-        results = self._shared.in_turn(self._replay, leaves)  # another thread may replay it at the same time
+        results = self.shared.in_turn(self._replay, leaves)  # another thread may replay it at the same time
         return PENDING if results is PENDING else self._passes.rebuild(results)
 
     def _replay(self, leaves: list[Any]) -> Any:
@@ -135,7 +135,7 @@ class _ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graphed, wanted = ctx.replay.graphed, ctx.needs_input_grad[2:]
         with torch.no_grad():
-            returned = graphed._shared.in_turn(call, graphed.backward, ctx.replay, grads, wanted)
+            returned = graphed.shared.in_turn(call, graphed.backward, ctx.replay, grads, wanted)
         if torch.is_grad_enabled():  # create_graph=True
             # torch's once_differentiable does this only if a gradient that comes in requires grad.
             returned = [*_differentiable_once(torch.empty(0, requires_grad=True), *returned)]

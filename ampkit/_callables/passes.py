@@ -44,7 +44,7 @@ class Passes:
 
     Args:
         function: the callable.
-        modules: those whose parameters it uses, and `tensors` has these and their buffers.
+        modules: those whose parameters it uses. `tensors` are these parameters, and the buffers.
         inputs: the static inputs, filled with a sample.
         wants_grad: what each leaf of the input wants.
         sees_capture: whether user code is told that it is being captured, in the calls before the capture, too.

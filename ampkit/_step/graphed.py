@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -177,12 +177,10 @@ class GraphedFunction(GraphOwner):
             blocker, problem = blocker or problem, ""
         groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=captures)
-        left = LeftGradients(kept=captures)
         state = TrainingState(
             {f"modules[{i}]": module for i, module in enumerate(self._modules)},
             () if problem else self._optimizers,
             self._scaler,
-            own=left.tensors,
             finds_gradients=True,
             rates=() if problem else groups,
             functions=(self._fn,),
@@ -191,10 +189,10 @@ class GraphedFunction(GraphOwner):
         )
         applied = [] if blocker or problem else groups
         function = _EngineFunction(
-            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, left, state
+            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures
         )
-        named, why_never = function.named_modules, "" if self._modules else _NONE_DECLARED
-        update, options = WithinFunction(), self._options
+        why_never = "" if self._modules else _NONE_DECLARED
+        options, named = self._options, function.named_modules
         session = Session(
             fn=function,
             captured=function,
@@ -205,7 +203,7 @@ class GraphedFunction(GraphOwner):
             blocker=blocker,
             name=self._name,
             declared=True,
-            splitter=StepSplitter(function, named, update, options, ranks, device, why_never=why_never),
+            splitter=StepSplitter(function, named, WithinFunction(), options, ranks, device, why_never=why_never),
         )
         return Engine(session)
 
@@ -279,8 +277,9 @@ class _EngineFunction:
     _scaler: GradScaler | None
     _shards: ShardedModules
     _name: str
-    _left: "LeftGradients"
     _state: TrainingState
+    _keeps: bool  # whether there are graphs. Without any, gradients are left as they are
+    _numbers: dict[nn.Parameter, int] = field(default_factory=dict)  # of parameters that were left a gradient
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
@@ -311,42 +310,31 @@ class _EngineFunction:
                 steps.forget()
             check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
             outputs = mapped_outputs(outputs, Tensor.detach)
-            left = self._left.keep(params, gradients)
+            left = self._left_gradients(params, gradients)
         set_gradients(params, left)  # they lie in no graph's pool
         return outputs
 
     in_parts = __call__  # the function steps its optimizers itself
 
-
-class LeftGradients:
-    """The gradients that calls of a function leave in `param.grad`, in tensors that all of its graphs write.
-
-    If there are no graphs (`kept` is False), gradients are left as they are.
-    """
-
-    def __init__(self, *, kept: bool) -> None:
-        self.tensors: dict[str, Tensor] = {}  # the gradients by name: state that a call changes
-        self._kept = kept
-        self._numbers: dict[nn.Parameter, int] = {}
-
-    def keep(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
         with the gradient that it has made.
 
-        A sparse gradient is left only where there are no graphs.
+        Such a tensor is part of the state, and all graphs write it. A sparse gradient is left only where there are no
+        graphs.
         """
         left: list[Tensor | None] = []
         copies: dict[Tensor, Tensor] = {}
         for param, before in zip(params, found, strict=True):
             made = param.grad
-            if made is not None and made is not before and self._kept:
+            if made is not None and made is not before and self._keeps:
                 if made.layout is not torch.strided:
                     made = before
                 else:
                     name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
-                    kept = self.tensors.get(name)
+                    kept = self._state.own.get(name)
                     if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
-                        kept = self.tensors[name] = torch.empty_like(made)
+                        kept = self._state.own[name] = torch.empty_like(made)
                     copies[local_shard(kept)] = local_shard(made).detach()
                     made = kept
             left.append(made)

@@ -33,7 +33,7 @@ from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
-from .parts.split import StepSplitter, why_not_compiled_in_parts
+from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
 from .training_step import StepOutput, TrainingStep
@@ -411,7 +411,8 @@ def _session(
 ) -> Session:
     """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
     ranks, device = step.ranks, step.device
-    update, why_never = CapturedUpdate(step, state, options, "graphed_step"), why_not_compiled_in_parts(compile)
+    update = CapturedUpdate(step, state, options, "graphed_step")
+    why_never = "" if compile is None else COMPILES
     return Session(
         fn=step,
         captured=step.captured,

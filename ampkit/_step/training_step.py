@@ -229,7 +229,13 @@ class TrainingStep:
             yield
 
     def _run(
-        self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], weights: Any, *, steps: bool
+        self,
+        phase: Phase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: AbstractContextManager[None],
+        *,
+        steps: bool,
     ) -> PartOfStep:
         self.ranks.shards.gather()
         params = self._parameters()
@@ -238,10 +244,10 @@ class TrainingStep:
         with carrying, Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            undo.note(_clear_gradients, params)
+            undo.note(self._set_gradients, params, ())
             run_backwards_here(undo)
             undo.note(self.ranks.shards.settle)
-            self._restore_gradients(params, phase.accumulated)
+            self._set_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             self.ranks.reducers.begin_call(first=not phase.accumulated)
             without_sync = [] if phase.last else self.ranks.wrappers
@@ -277,8 +283,8 @@ class TrainingStep:
         self.ranks.shards.gather()
         params = self._parameters()
         with Undo() as undo:
-            undo.note(_clear_gradients, params)
-            self._restore_gradients(params, accumulated)
+            undo.note(self._set_gradients, params, ())
+            self._set_gradients(params, accumulated)
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
@@ -368,9 +374,10 @@ class TrainingStep:
             self.scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
-    def _restore_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
+    def _set_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""
-        _clear_gradients(params)
+        for param in params.values():
+            param.grad = None
         for i in accumulated:
             params[i].grad = self.gradients[_name(i)]
 
@@ -406,8 +413,3 @@ _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same paramet
 
 def _name(parameter: int) -> str:
     return f"the accumulated gradient of parameter {parameter}"
-
-
-def _clear_gradients(params: dict[int, nn.Parameter]) -> None:
-    for param in params.values():
-        param.grad = None

@@ -121,7 +121,9 @@ class WorkingWeights:
                 self._write(list(copies.values()), list(copies))
         averaging: Any = nullcontext() if self._averaging is None else self._averaging.exchanging({}, _give)
         with Undo() as undo:
-            undo.note(self._end_casts)
+            undo.note(self._gradients.clear)
+            undo.note(setattr, self, "_task", -1)
+            undo.note(setattr, self, "_casts", False)
             self._casts = bool(copies)
             with averaging as self._exchanged:
                 if copies:
@@ -151,10 +153,6 @@ class WorkingWeights:
             return False
         self._gradients[master] = gradient
         return True
-
-    def _end_casts(self) -> None:
-        self._casts, self._task = False, -1
-        self._gradients.clear()
 
     def _add_taken(self) -> None:
         add_cast(list(self._gradients.items()))

@@ -76,7 +76,7 @@ class CompiledShards:
                 if calls.has_raised:
                     raise
                 before.restore()
-                calls.repeat()
+                calls.left = list(calls.made)
                 returned = call_loss(*args)  # if this raises too, it was not the compiler that failed
                 self.problems[LOSS] = why_failed(error)
                 return returned
@@ -139,8 +139,8 @@ class CompiledShards:
 class _ModelCalls:
     """The calls of a model in a loss, so that the loss can be called again without them."""
 
-    _made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
-    _left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those to repeat
+    made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
+    left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those that are to return the same once more
     _within: bool = False
     has_raised: bool = False  # whether one of them has raised an error
 
@@ -148,8 +148,8 @@ class _ModelCalls:
         """Return what the call returns, or has returned at this place."""
         if self._within:
             return call()
-        if self._left:
-            returned, after = self._left.pop(0)
+        if self.left:
+            returned, after = self.left.pop(0)
             after.restore()
             return returned
         self._within = True
@@ -160,12 +160,8 @@ class _ModelCalls:
             raise
         finally:
             self._within = False
-        self._made.append((returned, snapshot()))
+        self.made.append((returned, snapshot()))
         return returned
-
-    def repeat(self) -> None:
-        """Have the same calls return the same once more."""
-        self._left = list(self._made)
 
 
 def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

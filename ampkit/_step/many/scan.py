@@ -105,7 +105,8 @@ class Scan:
         self._warming = self._warming or graph is None
         if graph is None:
             return None
-        leaves = stack.rows(start, start + windows * self._size)
+        rows = slice(start, start + windows * self._size)
+        leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
         rates, entries = self._rates_ahead(windows, table)
         if len(rates) < windows:

@@ -84,10 +84,6 @@ class Stack:
         first, named = sliced(self.leaves, self.tree, 0)
         self.spec, _ = read_batch(first, named, device)
 
-    def rows(self, start: int, stop: int) -> list[Any]:
-        """Return the leaves, of these calls alone. Aliasing: views of the stack."""
-        return [leaf[start:stop] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-
     def spec_of(self, calls: int) -> Spec:
         """Return the layout of a stack of this many calls."""
         specs: list[TensorSpec | Constant] = [

@@ -204,7 +204,7 @@ class GraphedPart(GraphedPasses):
                 self._backward.replay()
                 found = part.grads
             else:
-                with self._shared.aside():  # the stream of the nodes that the capture has made
+                with self.shared.aside():  # the stream of the nodes that the capture has made
                     found = part.gradients_for(given)
             return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
 

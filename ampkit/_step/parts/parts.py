@@ -96,7 +96,11 @@ class Parts:
 
     def reports(self) -> list[PartReport]:
         """Return what happened to the calls."""
-        return [part.report(number) for parts in self._modules.values() for number, part in parts.items()]
+        return [
+            PartReport(part.call.name, number, part.call.kernels, part.replays, dict(part.eager))
+            for parts in self._modules.values()
+            for number, part in parts.items()
+        ]
 
     def failures(self) -> dict[ModuleCall, str]:
         """Return why some calls could not be captured."""
@@ -137,8 +141,8 @@ class _GraphedModule:
         self._context: Any = None
         self._walk: Walk | None = None
         self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
-        self._replays = 0
-        self._eager: Counter[str] = Counter()
+        self.replays = 0
+        self.eager: Counter[str] = Counter()  # other calls, by reason
         self.failure = ""  # why it could not be captured, "" if it could, or may be
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,10 +156,10 @@ class _GraphedModule:
             assert self._graphs is not None  # just captured, or before
             results = self._graphs(leaves)
             if results is not PENDING:
-                self._replays += 1
+                self.replays += 1
                 return results
             reason = "its last call has yet to be backpropagated"
-        self._eager[reason] += 1
+        self.eager[reason] += 1
         return original(*args, **kwargs)
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
@@ -200,10 +204,6 @@ class _GraphedModule:
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
-
-    def report(self, number: int) -> PartReport:
-        """Return what happened to the calls."""
-        return PartReport(self.call.name, number, self.call.kernels, self._replays, dict(self._eager))
 
     def reset(self) -> None:
         """Free the graphs."""

@@ -126,28 +126,17 @@ class Buckets:
             leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
         args, kwargs = tree_unflatten(leaves, tree)
         device = next(tensor.device for tensor in tensors if tensor.dim())
-        start = mask = torch.zeros(bucket, dtype=torch.bool, device=device)
-        for dim, size in enumerate(real):
-            start = start.narrow(dim, 0, size)
-        start.fill_(True)
+        mask = torch.zeros(bucket, dtype=torch.bool, device=device)
+        mask[tuple(slice(size) for size in real)].fill_(True)
         return args, {**kwargs, self.mask: mask}
 
 
 def pad_stack(
     buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a stack of batches, in which each slice along dimension 0 is what `pad_batch` makes of that slice.
+    """Return a stack of `count` batches, in which each slice along dimension 0 is what `pad_batch` makes of that slice.
 
-    Args:
-        buckets: what to pad to.
-        args: trees of tensors of shape (count, ...) and of constants.
-        kwargs: trees of the same kinds.
-        count: how many batches are stacked.
-
-    Raises:
-        InputMismatch: see `Buckets.pad_batch`.
-
-    Sync: none. Aliasing: as for `Buckets.pad_batch`.
+    Errors and aliasing are those of `Buckets.pad_batch`. Sync: none.
     """
     leaves, tree = flatten(args, kwargs)
     first, named = tree_unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
@@ -165,9 +154,6 @@ def pad_stack(
             leaves[i] = _copied_into(stack, (count, *padded.shape), strides, fill)
     args, kwargs = tree_unflatten(leaves, tree)
     return args, {**kwargs, buckets.mask: mask.expand(count, *mask.shape)}
-
-
-# ------------------------------------------------------------------------------------------------------------ padding
 
 
 def _leaf_in_bucket(
@@ -220,9 +206,6 @@ def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
     return padded
 
 
-# ------------------------------------------------------------------------------------------------------- fill values
-
-
 @lru_cache(maxsize=256)  # all batches of a loader have one tree, and to write its paths takes longer than to pad
 def _fill_of_each_leaf(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
     """Return the number to pad with for each leaf of a batch."""
@@ -248,9 +231,6 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
     except TypeError:  # torch.bits8 and similar dtypes, which hold no numbers
         return False
     return (isinstance(value, int) or value.is_integer()) and limits.min <= value <= limits.max
-
-
-# -------------------------------------------------------------------------------------------------------- validation
 
 
 def _read_sizes(name: str, sizes: Any) -> tuple[int, ...]:

@@ -158,17 +158,11 @@ class prefetch(Generic[Batch]):  # noqa: N801 - used like a function, as `enumer
 
 @dataclass(eq=False)
 class _Transfer:
-    """Copies one batch to the device, with every tensor in its trees and objects. The batch itself stays as it is.
-
-    Args:
-        device: where the tensors go.
-        i: the number of the batch, for messages.
-        move: a function that returns a tensor on the device.
-    """
+    """Copies one batch to the device, with every tensor in its trees and objects. The batch itself stays as it is."""
 
     _device: torch.device
-    _i: int
-    _move: Callable[[Tensor], Tensor]
+    _i: int  # the number of the batch, for messages
+    _move: Callable[[Tensor], Tensor]  # returns a tensor on the device
     # So that a tensor that is in the batch twice is one tensor on the device.
     _by_id: dict[int, Tensor] = field(default_factory=dict)
     _within: list[Any] = field(default_factory=list)  # the objects whose parts are being moved
@@ -179,10 +173,8 @@ class _Transfer:
             if id(thing) not in self._by_id:
                 try:
                     self._by_id[id(thing)] = self._move(thing)
-                except (
-                    NotImplementedError,
-                    ValueError,
-                ) as error:  # no memory or shape yet: on meta, or of a lazy module
+                # A tensor may have no memory or shape yet: on meta, or of a lazy module.
+                except (NotImplementedError, ValueError) as error:
                     message = f"prefetch: batch {self._i}: a {_kind(thing)} cannot be moved: {error}"
                     raise AmpkitError(message) from error
             return self._by_id[id(thing)]

@@ -21,19 +21,12 @@ PENDING: Any = object()  # stands for the result of a call that could not be rep
 
 @dataclass(eq=False)
 class GraphedPasses:
-    """The forward and the backward graph of one layout of the input.
+    """The forward and the backward graph of one layout of the input."""
 
-    Args:
-        shared: the pools and the order of launches that it shares with other callables.
-        passes: the tensors that the graphs read and write.
-        forward: the graph of the forward pass.
-        backward: the graph of the backward pass; not captured if no output requires grad.
-    """
-
-    _shared: SharedMemory
-    _passes: Passes
+    shared: SharedMemory  # the pools and the order of launches, which other callables share
+    _passes: Passes  # the tensors that the graphs read and write
     _forward: Graph
-    _backward: Graph
+    _backward: Graph  # not captured if no output requires grad
     _last: "weakref.ref[_ForwardReplay] | None" = None
 
     @property
@@ -47,7 +40,7 @@ class GraphedPasses:
 
         Sync: none. Aliasing: none.
         """
-        results = self._shared.in_turn(self._replay, leaves)  # another thread may replay it at the same time
+        results = self.shared.in_turn(self._replay, leaves)  # another thread may replay it at the same time
         return PENDING if results is PENDING else self._passes.rebuild(results)
 
     def _replay(self, leaves: list[Any]) -> Any:
@@ -73,18 +66,10 @@ class GraphedPasses:
     def backward(
         self, replay: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return copies of the gradients of inputs and parameters.
+        """Return copies of the gradients of inputs and parameters, of those that are wanted. Call it within `in_turn`.
 
-        Args:
-            replay: the forward pass to backpropagate.
-            grads: the gradients of its outputs.
-            wanted: per input and parameter, whether a gradient is needed.
+        The gradients given are those of the outputs of this forward replay.
         """
-        return self._shared.in_turn(call, self._backward_of, replay, grads, wanted)
-
-    def _backward_of(
-        self, replay: "_ForwardReplay", grads: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
         if self._last is None or self._last() is not replay:
             raise RuntimeError(_OVERWRITTEN)
         if Passes.recording:  # in another thread, because this one would not be here during a capture
@@ -100,9 +85,7 @@ class GraphedPasses:
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay; return the gradients that are wanted, by number, which the next replay overwrites.
 
-        Args:
-            given: the gradients of the differentiable outputs.
-            wanted: see `backward`.
+        The gradients given are those of the differentiable outputs.
         """
         passes = self._passes
         for static, grad in zip(passes.out_grads, given, strict=True):
@@ -150,8 +133,9 @@ class _ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        graphed, wanted = ctx.replay.graphed, ctx.needs_input_grad[2:]
         with torch.no_grad():
-            returned = ctx.replay.graphed.backward(ctx.replay, grads, ctx.needs_input_grad[2:])
+            returned = graphed.shared.in_turn(call, graphed.backward, ctx.replay, grads, wanted)
         if torch.is_grad_enabled():  # create_graph=True
             # torch's once_differentiable does this only if a gradient that comes in requires grad.
             returned = [*_differentiable_once(torch.empty(0, requires_grad=True), *returned)]

@@ -149,9 +149,7 @@ class GraphedCallable:
         self._mode = self._module is not None and self._module.training
         # Hooks of the module and of its parameters run around the graph.
         self._state = TrainingState({} if self._module is None else {"module": self._module}, [], sees_hooks=False)
-        self._shared = shared
-        self._warmup = warmup
-        self._allow_unused = allow_unused
+        self._shared, self._warmup, self._allow_unused = shared, warmup, allow_unused
         self.blocker = blocker  # why it is never captured, "" if it may be
         self._generation: Generation | None = None
         self._hook_tables: list[dict[int, Any]] = []
@@ -160,8 +158,7 @@ class GraphedCallable:
         self._warn = WarnOnce(_NAME, CaptureWarning)
         self._attempts = 0
         self._capturing_thread: int | None = None
-        self.captures = 0
-        self.replays = 0
+        self.captures = self.replays = 0
         self.eager: Counter[str] = Counter()
         self._capturing = capturing
         self._answer = self._first_answer()
@@ -372,9 +369,6 @@ class _GraphKey(NamedTuple):
     wants_grad: tuple[Wants, ...]  # per leaf of the input
     places: tuple[int, ...]  # per leaf
     settings: Settings
-
-
-# ------------------------------------------------------------------------------------------------ arguments, messages
 
 
 _MANY_LAYOUTS = (

@@ -25,11 +25,8 @@ def wanted_by(leaves: Sequence[Any], *, samples: bool = False) -> tuple[Wants, .
 
     Autocast casts a tensor anew for each operation that needs it in low precision, and the gradients of these casts are
     added in float32. But of leaves of autograd's that require grad it keeps one cast for all operations, so that these
-    gradients are added in low precision (aten/src/ATen/autocast_mode.cpp, `cached_cast`).
-
-    Args:
-        leaves: of an input.
-        samples: whether other tensors will take their places, which come out of other modules.
+    gradients are added in low precision (aten/src/ATen/autocast_mode.cpp, `cached_cast`). With `samples`, other tensors
+    will take the places of the leaves, which come out of other modules.
     """
     keeps_casts = not samples and torch.is_autocast_cache_enabled()
     wanted = [Wants.NOTHING] * len(leaves)
@@ -65,12 +62,7 @@ def places_of(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def static_inputs(spec: Spec, leaves: Sequence[Any]) -> StaticInputs:
-    """Return buffers that lie in memory as these leaves do, and have their values.
-
-    Args:
-        spec: the layout of the leaves.
-        leaves: of an input.
-    """
+    """Return buffers that lie in memory as these leaves of an input do, and have their values."""
     with torch.inference_mode(False):
         buffers = [empty_like(leaf, place_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
     inputs = StaticInputs(spec, leaves, buffers)

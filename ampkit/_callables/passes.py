@@ -44,11 +44,9 @@ class Passes:
 
     Args:
         function: the callable.
-        modules: the modules whose parameters it uses.
-        tensors: the parameters and buffers of these modules.
+        modules: those whose parameters it uses. `tensors` are these parameters, and the buffers.
         inputs: the static inputs, filled with a sample.
         wants_grad: what each leaf of the input wants.
-        device: where all of these are.
         sees_capture: whether user code is told that it is being captured, in the calls before the capture, too.
 
     Attributes:
@@ -235,8 +233,6 @@ class Passes:
             exchange(self._places)
             with answering(True) if self._sees_capture else nullcontext():
                 yield
-
-    # --------------------------------------------------------------------------------------------------------- checks
 
     def _signature(self) -> tuple[Any, ...]:
         """Return structure, shapes, dtypes and constants of the outputs, which must be the same in each pass."""

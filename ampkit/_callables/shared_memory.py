@@ -21,14 +21,9 @@ class SharedMemory:
     Each forward graph has a pool of its own, because its activations stay there until the backward pass. In a common
     pool, another graph that is replayed in between might use the same addresses for its temporary memory. All backward
     graphs share one pool and may run in any order: they leave only gradients there, which are copied out at once.
-
-    Attributes:
-        device: as given.
-        emulated: as given.
-        use: of the stream to capture on, see `capture_stream`.
     """
 
-    # Another stream than that of steps, whose calls may run in another thread at the same time.
+    # Of `capture_stream`: another stream than that of steps, whose calls may run in another thread at the same time.
     use = "callables"
 
     def __init__(self, device: torch.device, emulated: bool) -> None:
@@ -49,7 +44,7 @@ class SharedMemory:
         An emulated graph runs the callable with other tensors in place of its parameters, so only one thread at a time
         may be in a call.
         """
-        return _lock if self._pool is None else _NO_CONTEXT
+        return _lock if self._pool is None else nullcontext()
 
     def in_turn(self, fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return what `fn` returns, which launches the graph of one pass. It runs after all that were launched before.
@@ -80,7 +75,6 @@ class SharedMemory:
 
 
 _lock = threading.RLock()
-_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _orders: dict[torch.device, StreamOrder] = {}
 # By pool handle, device, and whether graphs are emulated. A handle stands for pools of ampkit's own, because torch does
 # not tell which graphs captured into a pool, nor in which order they will run.

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -152,12 +152,8 @@ class GraphedFunction(GraphOwner):
     ) -> None:
         functools.update_wrapper(self, fn)
         self._name = name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
-        self._fn = fn
-        self._modules = tuple(modules)
-        self._optimizers = tuple(optimizers)
-        self._scaler = scaler
-        self._options = options
-        self._groups: list[CapturableGroups] = []
+        self._fn, self._scaler, self._options = fn, scaler, options
+        self._modules, self._optimizers = tuple(modules), tuple(optimizers)
         self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.Lock()
         for part in (fn, *modules):
@@ -174,54 +170,40 @@ class GraphedFunction(GraphOwner):
     def _make_engine(self, device: torch.device) -> Engine:
         if self._scaler is not None:
             self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
+        captures = self._options.graph != "off"
         blocker = why_not_dense(self._modules) if self._optimizers else ""
         problem = next(filter(None, map(why_not_capturable, self._optimizers)), "")
-        if self._options.on_failure != "parts" or self._options.graph == "off" or not self._modules:
+        if self._options.on_failure != "parts" or not captures or not self._modules:
             blocker, problem = blocker or problem, ""
-        self._groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
-        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=self._options.graph != "off")
-        groups = [] if blocker or problem else self._groups
-        left = LeftGradients(kept=self._options.graph != "off")
+        groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
+        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=captures)
         state = TrainingState(
             {f"modules[{i}]": module for i, module in enumerate(self._modules)},
             () if problem else self._optimizers,
             self._scaler,
-            own=left.tensors,
             finds_gradients=True,
-            rates=() if problem else self._groups,
+            rates=() if problem else groups,
             functions=(self._fn,),
             eager_optimizers=self._optimizers if problem else (),
             problem=problem,
         )
+        applied = [] if blocker or problem else groups
         function = _EngineFunction(
-            self._fn,
-            self._modules,
-            groups,
-            self._scaler,
-            ranks.shards,
-            self._name,
-            left,
-            state,
+            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures
         )
+        why_never = "" if self._modules else _NONE_DECLARED
+        options, named = self._options, function.named_modules
         session = Session(
             fn=function,
             captured=function,
             state=state,
             device=device,
-            options=self._options,
+            options=options,
             ranks=ranks,
             blocker=blocker,
             name=self._name,
             declared=True,
-            splitter=StepSplitter(
-                function,
-                function.named_modules,
-                WithinFunction(),
-                self._options,
-                ranks,
-                device,
-                why_never="" if self._modules else _NONE_DECLARED,
-            ),
+            splitter=StepSplitter(function, named, WithinFunction(), options, ranks, device, why_never=why_never),
         )
         return Engine(session)
 
@@ -295,18 +277,15 @@ class _EngineFunction:
     _scaler: GradScaler | None
     _shards: ShardedModules
     _name: str
-    _left: "LeftGradients"
     _state: TrainingState
+    _keeps: bool  # whether there are graphs. Without any, gradients are left as they are
+    _numbers: dict[nn.Parameter, int] = field(default_factory=dict)  # of parameters that were left a gradient
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
         seen: set[nn.Module] = set()
         for i, module in enumerate(self._modules):
             yield from module.named_modules(seen, f"modules[{i}]")
-
-    def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
-        """Do all of it, for the function steps its optimizers itself."""
-        return self(phase, *args, **kwargs)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         self._shards.gather()
@@ -331,45 +310,31 @@ class _EngineFunction:
                 steps.forget()
             check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
             outputs = mapped_outputs(outputs, Tensor.detach)
-            left = self._left.keep(params, gradients)
+            left = self._left_gradients(params, gradients)
         set_gradients(params, left)  # they lie in no graph's pool
         return outputs
 
+    in_parts = __call__  # the function steps its optimizers itself
 
-class LeftGradients:
-    """The gradients that calls of a function leave in `param.grad`, in tensors that all of its graphs write.
-
-    Args:
-        kept: whether there are graphs. Without any, gradients are left as they are.
-
-    Attributes:
-        tensors: the gradients by name: state that a call changes.
-    """
-
-    def __init__(self, *, kept: bool) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._kept = kept
-        self._of: dict[nn.Parameter, Tensor] = {}
-        self._numbers: dict[nn.Parameter, int] = {}
-
-    def keep(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
         with the gradient that it has made.
 
-        A sparse gradient is left only where there are no graphs.
+        Such a tensor is part of the state, and all graphs write it. A sparse gradient is left only where there are no
+        graphs.
         """
         left: list[Tensor | None] = []
         copies: dict[Tensor, Tensor] = {}
         for param, before in zip(params, found, strict=True):
             made = param.grad
-            if made is not None and made is not before and self._kept:
+            if made is not None and made is not before and self._keeps:
                 if made.layout is not torch.strided:
                     made = before
                 else:
-                    kept = self._of.get(param)
+                    name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
+                    kept = self._state.own.get(name)
                     if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
-                        kept = self._of[param] = torch.empty_like(made)
-                        self.tensors[f"gradient {self._numbers.setdefault(param, len(self._numbers))}"] = kept
+                        kept = self._state.own[name] = torch.empty_like(made)
                     copies[local_shard(kept)] = local_shard(made).detach()
                     made = kept
             left.append(made)

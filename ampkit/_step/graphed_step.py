@@ -33,7 +33,7 @@ from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
 from .optimizer_place import place_of
-from .parts.split import StepSplitter, why_not_compiled_in_parts
+from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
 from .training_step import StepOutput, TrainingStep
@@ -161,10 +161,9 @@ def graphed_step(
 
     Sync: only the call that captures a graph waits for the device.
     """
-    warmup = warmup_of(warmup, compile)
     options = Options(
         graph=graph,
-        warmup=warmup,
+        warmup=warmup_of(warmup, compile),
         on_failure=on_failure,
         verify=verify,
         generators=generators,
@@ -240,8 +239,8 @@ class GraphedStep(GraphOwner):
         schedule = None if scheduler is None else Schedule(scheduler)
         self._window = Window(call, engine.run, step, accumulate, None if schedule is None else schedule.step)
         slices = Slices(self._window, accumulate)
-        self._scan = Scan(engine, step, self._window, slices, accumulate, optimizer, schedule, buckets)
-        self._whole_window = WholeWindow(engine, step, self._window, slices, accumulate, buckets)
+        self._scan = Scan(engine, step, slices, optimizer, schedule, buckets)
+        self._whole_window = WholeWindow(engine, step, slices, buckets)
         self._buckets = buckets
         self._metrics = StepMetrics(engine, step.scaler, step.device)
 
@@ -412,8 +411,8 @@ def _session(
 ) -> Session:
     """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
     ranks, device = step.ranks, step.device
-    update = CapturedUpdate(step, state, options, ranks, device, "graphed_step")
-    why_never = why_not_compiled_in_parts(compile)
+    update = CapturedUpdate(step, state, options, "graphed_step")
+    why_never = "" if compile is None else COMPILES
     return Session(
         fn=step,
         captured=step.captured,

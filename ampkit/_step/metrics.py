@@ -12,13 +12,7 @@ from .._optimizer.scaler import GradScaler
 
 
 class StepMetrics:
-    """Reads the figures of a step, and measures the time per call from one reading to the next.
-
-    Args:
-        engine: makes the calls.
-        scaler: of the step, enabled or not.
-        device: where it computes.
-    """
+    """Reads the figures of a step, and measures the time per call from one reading to the next."""
 
     def __init__(self, engine: Engine, scaler: GradScaler, device: torch.device) -> None:
         self._engine = engine

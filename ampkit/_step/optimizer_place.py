@@ -28,10 +28,9 @@ class OptimizerPlace(MovableOptimizer):
         why_behind: why it steps behind the graphs at first; "" if it is a part of them and stays one.
         may_join: whether it may become a part.
         holds: whether it is a part from the beginning, with its rate as a constant. It leaves if that changes.
-
-    Attributes:
-        why_behind: why it steps behind the graphs now; "" if it is a part of them.
     """
+
+    state: TrainingState  # the optimizer joins it as soon as its step is captured. Set before the first step
 
     def __init__(
         self,
@@ -46,11 +45,11 @@ class OptimizerPlace(MovableOptimizer):
         self._changes = scaler.changes_of(optimizer) if may_join else None
         self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
         self.why_behind: str = why_behind
-        self._holds = self._joined = holds
+        self._holds = holds
+        self.holds_rates = holds  # whether graphs hold the learning rate as a constant now
         self._moved = False
         self._rates: list[Any] | None = None
         self._steps = 0  # how many were watched
-        self._state: TrainingState | None = None
         self._watch(may_join)
 
     def _watch(self, wanted: bool) -> None:
@@ -64,18 +63,9 @@ class OptimizerPlace(MovableOptimizer):
         return self.behind and not self._watches
 
     @property
-    def holds_rates(self) -> bool:
-        """Whether graphs hold the learning rate as a constant."""
-        return self._joined
-
-    @property
     def behind(self) -> bool:
         """Whether it steps behind the graphs."""
         return bool(self.why_behind)
-
-    def join_later(self, state: TrainingState) -> None:
-        """Take note of the state that the optimizer is to be a part of, as soon as its step is captured."""
-        self._state = state
 
     def has_stepped(self) -> None:
         """Decide, behind a step behind the graphs."""
@@ -93,32 +83,24 @@ class OptimizerPlace(MovableOptimizer):
             self._stay_behind(f"{self._name} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}.")
         elif self._steps > 1 and (self._is_undone or self._changes.known(self._optimizer) is not None):
             self._watch(False)
-            assert self._state is not None  # made with the engine, before the first step
-            self._state.hold([self._optimizer])
-            self.why_behind, self._joined, self._moved = "", True, True
+            self.state.hold([self._optimizer])
+            self.why_behind, self.holds_rates, self._moved = "", True, True
         elif self._steps == _PATIENCE:
             self._stay_behind(self.why_behind)
 
     def _stay_behind(self, why: str) -> None:
         self._watch(False)
         self.why_behind = why
-        assert self._state is not None  # made with the engine, before the first step
-        self._state.look_again()  # so that the engine says why, if there are graphs already
+        self.state.look_again()  # so that the engine says why, if there are graphs already
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
-        """Step behind the graphs from now on, if this optimizer may do so. Return whether it did not before.
-
-        Args:
-            changed: what has changed that a graph holds as a constant, or
-            problem: why the step cannot be captured.
-        """
-        if not self._joined or (problem and self._holds):
+        """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`."""
+        if not self.holds_rates or (problem and self._holds):
             return False
-        self._joined, self._moved = False, True
+        self.holds_rates, self._moved = False, True
         with_it = f"together with the step of {self._name}, the training step could not be captured"
         self.why_behind = self._text(changed) if changed else f"{with_it}: {problem}"
-        assert self._state is not None  # it has joined that
-        self._state.hold([])
+        self.state.hold([])
         return True
 
     def _text(self, changed: str) -> str:
@@ -139,12 +121,7 @@ def place_of(
 ) -> tuple[str, OptimizerPlace]:
     """Return why nothing can be captured with this optimizer, "" if something can, and where it steps.
 
-    Args:
-        optimizer: what steps.
-        scaler: steps it.
-        options: of the step.
-        ranks: the processes that train the model.
-        as_torch: whether it has to have the bits of a loop of torch's, see `why_other_bits`.
+    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`.
     """
     why = why_not_capturable(optimizer) or (why_other_bits(optimizer) if as_torch else "")
     if not why and as_torch and not all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):

@@ -12,11 +12,7 @@ from .._torch.tensors.tree import tree_flatten, tree_unflatten
 def check_outputs(outputs: Any, who: str, place: str, state: str) -> None:
     """Raise a `ValueError` unless a function has returned a tree of tensors and None.
 
-    Args:
-        outputs: what it returned.
-        who: what the error message calls the function.
-        place: what the message says of the tree's place in what the function returned.
-        state: what the message says of the state that the call leaves.
+    The message says who has returned it, its place in what the function returned, and which state the call leaves.
     """
     for leaf in tree_flatten(outputs)[0]:
         if leaf is not None and not isinstance(leaf, Tensor):

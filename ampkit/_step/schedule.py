@@ -12,14 +12,7 @@ _STEPS = 3  # in a row that the user's loop has stepped the scheduler before, un
 
 @dataclass(eq=False)
 class Schedule:
-    """Steps a scheduler, and warns once if the loop around the step does so too: the rate would fall twice as fast.
-
-    Args:
-        scheduler: as the user has given it.
-
-    Attributes:
-        scheduler: the same.
-    """
+    """Steps a scheduler, and warns once if the loop around the step does so too: the rate would fall twice as fast."""
 
     scheduler: Scheduler
     _left: float | None = None  # its count of steps where this object has left it

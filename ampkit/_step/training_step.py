@@ -53,7 +53,7 @@ class PartOfStep(NamedTuple):
 
     Attributes:
         output: the output of the step, so far.
-        accumulated: indices of the parameters that have an accumulated gradient behind the call. None if the call has
+        accumulated: numbers of the parameters that have an accumulated gradient behind the call. None if the call has
             stepped the optimizer.
         prepared: what the optimizer behind the call needs to know of these gradients, which are unscaled and clipped.
             None if they are not, or if there is more to accumulate.
@@ -65,19 +65,12 @@ class PartOfStep(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Which part of an optimizer step a call does. Calls of different phases get different graphs.
+    """Which part of an optimizer step a call does. Calls of different phases get different graphs."""
 
-    Attributes:
-        last: whether the call has the last micro-batch of its window, so that the optimizer steps in it.
-        accumulated: numbers of the parameters that have a gradient from earlier micro-batches of the window.
-        observed: whether an observer measures in the call. Other calls then have graphs without its kernels.
-        others: what else decides which graph may serve the call.
-    """
-
-    last: bool
-    accumulated: tuple[int, ...]
-    observed: bool = False
-    others: tuple[Part, ...] = ()
+    last: bool  # whether the call has the last micro-batch of its window, so that the optimizer steps in it
+    accumulated: tuple[int, ...]  # numbers of the parameters with a gradient from earlier micro-batches of the window
+    observed: bool = False  # whether an observer measures in the call. Graphs of other calls are without its kernels
+    others: tuple[Part, ...] = ()  # what else decides which graph may serve the call
 
     @property
     def words(self) -> str:
@@ -99,18 +92,10 @@ class TrainingStep:
     `param.grad` is None between calls. Gradients that a later call needs are kept in tensors of the step's own, at
     addresses that never change, because a gradient that autograd makes in a capture lies in the graph's pool.
 
-    Args:
-        loss_fn: see `graphed_step`.
-        model: see `graphed_step`.
-        optimizer: see `graphed_step`.
-        policy: see `graphed_step`.
+    Args beside those of `graphed_step`:
         scaler: the loss scale; a disabled one if there is none.
-        max_norm: see `graphed_step`.
-        accumulate: each loss is divided by this before its backward.
-        after_step: called with the model behind the optimizer.
         ranks: the processes that average gradients, once per window.
-        device: where the parameters are.
-        capturable: whether the optimizer can be captured.
+        capturable: whether the optimizer can be captured. Then, in a graph, it reads its learning rates from tensors.
         place: where the optimizer steps. If that is behind the calls, `finish` must be called behind the last one of a
             window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
@@ -120,13 +105,7 @@ class TrainingStep:
             does that is written with torch alone.
 
     Attributes:
-        scaler: as given.
-        observer: as given.
-        ranks: as given.
-        place: as given.
-        device: as given.
         groups: the optimizer's param groups, as a capture needs them.
-        capturable: as given. Then the optimizer, in a graph, reads its learning rates from tensors.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
     """
@@ -151,18 +130,13 @@ class TrainingStep:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,
     ) -> None:
-        self._loss_fn = loss_fn
-        self._model = model
+        self._loss_fn, self._model, self._optimizer, self._policy = loss_fn, model, optimizer, policy
+        self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
+        self._after_step, self._around, self._apart = after_step, around, apart
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
-        self._optimizer = optimizer
-        self._policy = policy
         self.scaler = scaler
-        self._max_norm = max_norm
-        self._max_value = max_value
-        self._accumulate = accumulate
         ranks.reducers.refuse_accumulation("graphed_step", accumulate)
-        self._after_step = after_step
         self.ranks: Ranks = ranks
         self.device: torch.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
@@ -173,7 +147,6 @@ class TrainingStep:
         self.closure: tuple[Callable[[], Any], ...] = ()
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._state: TrainingState | None = None
-        self._around, self._apart = around, apart
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
         scaler.materialize(device)
@@ -235,7 +208,7 @@ class TrainingStep:
             holds_rates=self.place.holds_rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self.place.join_later(state)
+        self.place.state = state
         return state
 
     def gathered(self, call: Callable[..., PartOfStep], *args: Any, **kwargs: Any) -> PartOfStep:
@@ -271,10 +244,10 @@ class TrainingStep:
         with carrying, Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
-            undo.note(_clear_gradients, params)
+            undo.note(self._set_gradients, params, ())
             run_backwards_here(undo)
             undo.note(self.ranks.shards.settle)
-            self._restore_gradients(params, phase.accumulated)
+            self._set_gradients(params, phase.accumulated)
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             self.ranks.reducers.begin_call(first=not phase.accumulated)
             without_sync = [] if phase.last else self.ranks.wrappers
@@ -302,22 +275,16 @@ class TrainingStep:
     def finish(
         self, accumulated: tuple[int, ...], observed: bool, prepared: Prepared | None = None, *, averaged: bool = True
     ) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on the accumulated gradients.
+        """Step the optimizer on the accumulated gradients of the parameters with these numbers.
 
-        Args:
-            accumulated: the numbers of the parameters that have one.
-            observed: whether the observer measures.
-            prepared: what the last call of the window has returned of these gradients.
-            averaged: whether DDP has averaged them, as it does in the last backward of a window.
-
-        Returns:
-            The gradient norm, and whether the step was skipped; see `StepOutput`.
+        `averaged` says whether DDP has averaged them, as it does in the last backward of a window. Return the gradient
+        norm, and whether the step was skipped; see `StepOutput`.
         """
         self.ranks.shards.gather()
         params = self._parameters()
         with Undo() as undo:
-            undo.note(_clear_gradients, params)
-            self._restore_gradients(params, accumulated)
+            undo.note(self._set_gradients, params, ())
+            self._set_gradients(params, accumulated)
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
@@ -407,21 +374,18 @@ class TrainingStep:
             self.scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
 
-    # ------------------------------------------------------------------------------------------------ accumulation
-
-    def _restore_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
+    def _set_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""
-        _clear_gradients(params)
+        for param in params.values():
+            param.grad = None
         for i in accumulated:
             params[i].grad = self.gradients[_name(i)]
 
     def _keep_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> tuple[int, ...]:
         """Copy gradients that this micro-batch is the first to have to tensors that last until the window's end.
 
-        Autograd has added the other gradients to such tensors already.
-
-        Returns:
-            The numbers of all parameters that have an accumulated gradient now.
+        Autograd has added the other gradients to such tensors already. Return the numbers of all parameters that have
+        an accumulated gradient now.
         """
         known = set(accumulated)
         for i, param in params.items():
@@ -439,8 +403,6 @@ class TrainingStep:
             foreach_copy_(buffers, list(map(local_shard, new.values())))
         return tuple(sorted(known.union(new)))
 
-    # ------------------------------------------------------------------------------------------------------ outputs
-
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         return tensor.to(self._policy.output) if self._policy is not None and tensor.is_floating_point() else tensor
@@ -451,8 +413,3 @@ _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same paramet
 
 def _name(parameter: int) -> str:
     return f"the accumulated gradient of parameter {parameter}"
-
-
-def _clear_gradients(params: dict[int, nn.Parameter]) -> None:
-    for param in params.values():
-        param.grad = None

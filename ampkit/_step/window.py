@@ -15,17 +15,11 @@ from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
 
 class Place(NamedTuple):
-    """Where a micro-batch stands, for a caller that knows.
+    """Where a micro-batch stands, for a caller that knows."""
 
-    Attributes:
-        first: whether it begins a window.
-        last: whether the optimizer steps behind it.
-        parts: what else decides which graph may serve the call.
-    """
-
-    first: bool
-    last: bool
-    parts: tuple[Part, ...]
+    first: bool  # whether it begins a window
+    last: bool  # whether the optimizer steps behind it
+    parts: tuple[Part, ...]  # what else decides which graph may serve the call
 
 
 class NoStepError(Exception):
@@ -36,15 +30,13 @@ class Window:
     """Does one micro-batch per call, and knows how far the window is.
 
     Args:
-        call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph.
+        call: `call(args, kwargs, phase)` does one micro-batch, eagerly or as a graph. It may be replaced between calls.
         run: `run(reason, fn)` returns what `fn` returns, called eagerly and counted under this reason.
         step: the training step that `call` does a part of.
         size: how many micro-batches a window has, for callers that do not say where one stands.
-        after: called behind each optimizer step.
+        after: called behind each optimizer step. It may be replaced as well.
 
     Attributes:
-        call: as given; it may be replaced between two calls.
-        after: as given; it may be replaced as well.
         count: how many micro-batches the window has so far.
         accumulated: numbers of the parameters that have a gradient from these.
     """
@@ -57,13 +49,10 @@ class Window:
         size: int,
         after: Callable[[], object] | None = None,
     ) -> None:
-        self.call = call
-        self._run = run
-        self._step = step
+        self.call, self.after = call, after
+        self._run, self._step, self._size = run, step, size
         self._scaler: GradScaler = step.scaler
         self._observer: Observer | None = step.observer
-        self.after = after
-        self._size = size
         self.count = 0
         self.accumulated: tuple[int, ...] = ()
         self._phase = Phase(True, ())  # of the last call
@@ -78,22 +67,17 @@ class Window:
     ) -> StepOutput:
         """Do one micro-batch; step the optimizer if it is the last one of the window.
 
-        Args:
-            args: of the micro-batch.
-            kwargs: of the micro-batch.
-            place: where it stands; None if this object knows.
-            call: what does it; None for `self.call`. It may also do all micro-batches of the window at once.
+        Without `place` this object knows where it stands. `call` does it in place of `self.call`, and may also do all
+        micro-batches of the window at once.
 
         An exception or an interrupt ends the window, because the accumulated gradients may have a part of this
         micro-batch. Only an exception that says that nothing was done leaves the window as it was.
         """
         if place is not None and place.first:
             self._begin()
-        if self._observed is None:
-            self._observed = self._observer is not None and self._observer.begin()
         last = self.count + 1 == self._size if place is None else place.last
         parts = () if place is None else place.parts
-        before, failure = (self.count, self.accumulated, self._observed), None
+        before, failure = (self.count, self.accumulated, self.observes()), None
         self._begin()
         try:
             if self._phase != (last, before[1], before[2], parts):  # mostly it is that of the call before
@@ -107,7 +91,7 @@ class Window:
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
         if accumulated is not None and last:  # the optimizer is no part of the call
-            norm, skipped = self._step.finish(accumulated, bool(before[2]), prepared)
+            norm, skipped = self._step.finish(accumulated, before[2], prepared)
             out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
             self._stepped(out.grad_norm)
@@ -129,24 +113,15 @@ class Window:
             self._begin()
 
     def launched(self, grad_norm: Tensor | None, windows: int) -> None:
-        """Take note that one launch did this many windows. The scheduler was stepped ahead of it.
-
-        Args:
-            grad_norm: that of the last window.
-            windows: how many there were.
-        """
+        """Take note that one launch did this many windows. The scheduler was stepped ahead of it."""
         torch.clear_autocast_cache()
         for _ in range(windows if self._scaler.is_enabled() else 1):
             self._told(grad_norm)
 
     def flush(self, reason: str) -> tuple[Tensor | None, Tensor] | None:
-        """Step the optimizer eagerly on the gradients accumulated so far.
+        """Step the optimizer eagerly on the gradients accumulated so far. The call is counted under this reason.
 
-        Args:
-            reason: what the call is counted under.
-
-        Returns:
-            The gradient norm, and whether the step was skipped, see `StepOutput`; None if there was no gradient.
+        Return the gradient norm, and whether the step was skipped, see `StepOutput`; None if there was no gradient.
         """
         if not self.count:
             return None

@@ -48,8 +48,7 @@ class WorkingWeights:
 
     Args:
         model: the module whose weights are copied.
-        store: all copies that were made, by master weight and dtype. Several `WorkingWeights` of one model that share
-            it have the same copies, each a part of them.
+        store: all copies that were made. Several `WorkingWeights` of one model that share it have the same copies.
         write: gets the copies and the weights, and writes the ones to the others.
         averaging: averages gradients over processes within a backward.
     """
@@ -122,7 +121,9 @@ class WorkingWeights:
                 self._write(list(copies.values()), list(copies))
         averaging: Any = nullcontext() if self._averaging is None else self._averaging.exchanging({}, _give)
         with Undo() as undo:
-            undo.note(self._end_casts)
+            undo.note(self._gradients.clear)
+            undo.note(setattr, self, "_task", -1)
+            undo.note(setattr, self, "_casts", False)
             self._casts = bool(copies)
             with averaging as self._exchanged:
                 if copies:
@@ -153,10 +154,6 @@ class WorkingWeights:
         self._gradients[master] = gradient
         return True
 
-    def _end_casts(self) -> None:
-        self._casts, self._task = False, -1
-        self._gradients.clear()
-
     def _add_taken(self) -> None:
         add_cast(list(self._gradients.items()))
         self._gradients.clear()
@@ -165,12 +162,9 @@ class WorkingWeights:
     def in_place(self, kept: "dict[Tensor, Tensor] | None" = None) -> Iterator[None]:
         """Context for forward and backward of compiled code, in which the modules have the copies as their parameters.
 
-        At its end the gradients of the copies are added to those of the master weights. If processes average gradients
-        within the backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
-
-        Args:
-            kept: gets the gradients of the copies, by master weight, where that weight has no gradient that they would
-                be added to. These are then not cast.
+        At its end the gradients of the copies are added to those of the master weights. Those of weights that have no
+        gradient go to `kept` instead, by master weight and not cast. If processes average gradients within the
+        backward, each gradient is cast as soon as it is there, and goes the way of any other. Sync: none.
         """
         present = [param for param in self._model.parameters() if param in self._copies]
         masters = {self._copies[param]: param for param in present}
@@ -186,8 +180,8 @@ class WorkingWeights:
             if kept is not None:
                 alone = [(master, copy) for copy, master in masters.items() if master.grad is None]
                 kept.update((master, copy.grad) for master, copy in alone if copy.grad is not None)
-                masters_left = {copy: master for copy, master in masters.items() if master not in kept}
-            _move_gradients(masters if kept is None else masters_left)
+                masters = {copy: master for copy, master in masters.items() if master not in kept}
+            _move_gradients(masters)
 
     def _put_back(self, masters: "dict[nn.Parameter, nn.Parameter]") -> None:
         self._exchange(masters)

@@ -23,7 +23,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import torch_class
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.parts.split import StepSplitter, why_not_compiled_in_parts
+from .._step.parts.split import COMPILES, StepSplitter
 from .._step.parts.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
@@ -179,11 +179,11 @@ class TrainerStep:
             splitter=StepSplitter(
                 self._step,
                 self._module.named_modules,
-                CapturedUpdate(self._step, state, options, self._ranks, device, "AmpkitCallback"),
+                CapturedUpdate(self._step, state, options, "AmpkitCallback"),
                 options,
                 self._ranks,
                 device,
-                why_never=why_not_compiled_in_parts(compile),
+                why_never="" if compile is None else COMPILES,
                 eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
             ),
         )

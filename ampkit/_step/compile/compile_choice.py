@@ -19,13 +19,7 @@ _COMPILED_WARMUP = 3  # calls: one is not compiled, one compiles, one is the reh
 
 
 def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object, observer: object) -> None:
-    """Raise an error unless a step of this model and loss can be compiled, or is not to be.
-
-    Raises:
-        ValueError: `compile` has an impossible value; or model or loss are compiled already.
-        NotImplementedError: the model is a `DistributedDataParallel` or split over processes, in a way that does not
-            go with compiled code; or a step is observed.
-    """
+    """Raise a `ValueError` or a `NotImplementedError` unless a step can be compiled, or is not to be."""
     if compile is None:
         return
     check_choice(where, "compile", compile, COMPILE)
@@ -44,13 +38,7 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
 
 
 def step_maker(compile: str | None, options: Options, *, sharded: bool) -> Callable[..., TrainingStep]:
-    """Return what makes the step.
-
-    Args:
-        compile: how to compile, None for not at all.
-        options: of the step.
-        sharded: whether the model is under `fully_shard`.
-    """
+    """Return what makes the step. `sharded` says whether the model is under `fully_shard`."""
     if compile is None:
         return TrainingStep
     raises = options.on_failure == "raise"

@@ -72,16 +72,11 @@ class CompiledTrainingStep(TrainingStep):
 
     If the compilation of a layout fails, its calls are not compiled; a warning says why, once.
 
-    Args:
-        *args: see `TrainingStep`.
+    Args beside those of `TrainingStep`:
         compile: "default" or "max", see `graphed_step`.
-        name: what messages call the step.
         raises: whether a compilation that fails is an error (`on_failure="raise"`).
         generators: random-number generators beside torch's own that the loss draws from.
-        **kwargs: see `TrainingStep`.
-
-    Attributes:
-        compiler: counts the compilations.
+        name: what messages call the step.
     """
 
     intended: ClassVar[tuple[str, ...]] = (_DDP_CALL, _BUCKET_END)  # texts of graph breaks that nobody is told of
@@ -146,8 +141,6 @@ class CompiledTrainingStep(TrainingStep):
         """Return the lines of the report on forward and backward of the layouts that were compiled."""
         return [f"compiled: forward and backward, for {len(done)} layout(s) of the batch"] if done else []
 
-    # ------------------------------------------------------------------------------------------------- one call
-
     def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
         if self._failed:
             raise CaptureError(self._failed)
@@ -199,8 +192,6 @@ class CompiledTrainingStep(TrainingStep):
         layout.phases.add(phase)  # last: a call that raised has shown nothing
         return out
 
-    # -------------------------------------------------------------------------------------- forward and backward
-
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = self._layout
         if layout is None or layout.problem:
@@ -228,13 +219,12 @@ class CompiledTrainingStep(TrainingStep):
 
     def _compile(self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """Do forward and backward as compiled code for the first time."""
-        start = time.perf_counter()
-        restore, bar = self._restorer(layout), ProgressBar(1)
+        restore = self._restorer(layout)
         try:
-            bar.show(f"{self._where}: compiling forward and backward")
             # Another rank may be in a call that compiles nothing, in which no working weights are in place.
             in_place, masters = (sum(p.nbytes for p in found) for found in (self._model.parameters(), self._known))
-            with self.compiler.noting_breaks() as breaks, self.ranks.reducers.alone(in_place / masters):
+            alone = self.ranks.reducers.alone(in_place / masters)
+            with self._compiling("forward and backward"), self.compiler.noting_breaks() as breaks, alone:
                 outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
             # Once more without the compiler, from the state before the call. If that raises too, it was not the
@@ -252,12 +242,8 @@ class CompiledTrainingStep(TrainingStep):
                 raise CaptureError(f"{self._where}: not compiled: {problem}") from error
             self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
             return outputs
-        finally:
-            bar.clear()
-            self._seconds += time.perf_counter() - start
         layout.ready = True
         self._say_breaks(layout, breaks)
-        self._say_time("forward and backward", time.perf_counter() - start)
         if not self.ranks.wrappers:
             return outputs
         del outputs
@@ -294,8 +280,6 @@ class CompiledTrainingStep(TrainingStep):
         loss.backward(seed)
         return loss, aux
 
-    # ------------------------------------------------------------------------------------------------------- update
-
     def _why_not_updated(self) -> str:
         if self.ranks.sharded:
             return "all ranks share the norm and the overflow check of parameters that fully_shard has split"
@@ -316,26 +300,33 @@ class CompiledTrainingStep(TrainingStep):
 
     def _updated(self) -> bool:
         """Do the update by compiled code. Return False if that cannot be done in this call."""
-        start, bar = time.perf_counter(), ProgressBar(1)
         with self.groups.applied():  # moves step counts to the device
             try:
                 update = self._update.prepared(self._kept)
                 if update is None:
                     return False
-                ready = update.key in self._update.ready
-                if not ready:
-                    bar.show(f"{self._where}: compiling the update")
-                self._update.run(update)
+                with nullcontext() if update.key in self._update.ready else self._compiling("the update"):
+                    self._update.run(update)
             except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
                 self._why_update_not = why_failed(error)
                 self._say_problem(f"update, since {self._why_update_not}")
                 return False
-            finally:
-                bar.clear()
-        if not ready:
-            self._seconds += time.perf_counter() - start
-            self._say_time("update", time.perf_counter() - start)
         return True
+
+    @contextmanager
+    def _compiling(self, part: str) -> Iterator[None]:
+        """Context for a compilation, which it times. On a terminal it says what is compiled, and how long that took."""
+        start, bar = time.perf_counter(), ProgressBar(1)
+        try:
+            bar.show(f"{self._where}: compiling {part}")
+            yield
+        finally:
+            bar.clear()
+            seconds = time.perf_counter() - start
+            self._seconds += seconds
+        if sys.stderr.isatty():
+            done = part.removeprefix("the ")
+            print(f"{self._where}: {done} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def _say_problem(self, problem: str) -> None:
         """Say that a part is not compiled, of which the call that runs has done some already."""
@@ -344,8 +335,6 @@ class CompiledTrainingStep(TrainingStep):
             self._failed = self._failed or f"{self._where}: {text}"
         else:
             self._warn(f"{text} {GOES_ON}")
-
-    # --------------------------------------------------------------------------------------------------- messages
 
     def _say_breaks(self, layout: "CompiledLayout", breaks: list[GraphBreak]) -> None:
         for found in breaks:
@@ -358,33 +347,18 @@ class CompiledTrainingStep(TrainingStep):
                 "and the line itself is not."
             )
 
-    def _say_time(self, part: str, seconds: float) -> None:
-        """Say on a terminal how long a compilation took."""
-        if sys.stderr.isatty():
-            print(f"{self._where}: {part} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
-
 
 @dataclass(eq=False)
 class CompiledLayout:
-    """What is known of one layout of the batch.
+    """What is known of one layout of the batch."""
 
-    Attributes:
-        weights: the copies of weights that its calls compute with.
-        phases: those that had their first call.
-        constant: the ids of the parameters that forward and backward do not change.
-        call: the compiled loss, None before it is made.
-        ready: whether forward and backward were compiled.
-        problem: why they are not compiled; "" if they are, or may be.
-        breaks: its graph breaks, in words.
-    """
-
-    weights: WorkingWeights
-    phases: set[Phase] = field(default_factory=set)
-    constant: set[int] = field(default_factory=set)
-    call: Callable[..., Any] | None = None
-    ready: bool = False
-    problem: str = ""
-    breaks: list[str] = field(default_factory=list)
+    weights: WorkingWeights  # the copies that its calls compute with
+    phases: set[Phase] = field(default_factory=set)  # those that had their first call
+    constant: set[int] = field(default_factory=set)  # ids of the parameters that forward and backward do not change
+    call: Callable[..., Any] | None = None  # the compiled loss, None before it is made
+    ready: bool = False  # whether forward and backward were compiled
+    problem: str = ""  # why they are not compiled; "" if they are, or may be
+    breaks: list[str] = field(default_factory=list)  # in words
 
 
 def compiled_around(

@@ -1,6 +1,5 @@
 """A compiled training step of a model under `fully_shard`: its modules, each by itself, and the loss around them."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
-from ..._text import ProgressBar
 from ..._torch.compile import Compiler, call_compiled, uncompiled_call, untraced
 from ..._torch.ranks.sharding import wrapped_modules
 from ..._torch.tensors.tree import tree_flatten
@@ -38,30 +36,19 @@ class CompiledShards:
     So the collectives are the same, in the same order, whether a part is compiled or not. A rank may compile while
     others do not. If the compilation of a part fails, this part is made again as eager code at its place, from the
     buffers and random numbers before it, and no collective is made twice.
-
-    Args:
-        loss: what is compiled: `loss(loss_fn, model, args, kwargs)`.
-        model: has modules under `fully_shard`.
-        compiler: compiles.
-        generators: random-number generators beside torch's own that the loss draws from.
-
-    Attributes:
-        problems: why a part is not compiled, by the name of the module.
     """
 
-    def __init__(
-        self, loss: Callable[..., Any], model: nn.Module, compiler: Compiler, generators: Sequence[torch.Generator]
-    ) -> None:
-        self._loss, self._compiler, self._generators = loss, compiler, generators
-        self._compiled_loss = compiler.compiled(loss)
+    def __init__(self, model: nn.Module, compiler: Compiler, generators: Sequence[torch.Generator]) -> None:
+        self._compiler, self._generators = compiler, generators
+        self._compiled_loss = compiler.compiled(call_loss)
         self._buffers = list(model.buffers())
         self._first = False  # whether the call that runs compiles
         self._leaves: Sequence[Any] = ()  # of the batch of that call
         self._calls: _ModelCalls | None = None  # the calls that the loss makes of the model, while it is compiled
-        self.problems: dict[str, str] = {}
+        self.problems: dict[str, str] = {}  # why a part is not compiled, by its name
         eager, wrapped, between = parts_of(model)
         names = {module: name or "the model" for name, module in model.named_modules()}
-        self._names = [LOSS, *(names[module] for module in (*wrapped, *between))]
+        self.names = [LOSS, *(names[module] for module in (*wrapped, *between))]
         self._outer: _Calling = [(module, untraced(partial(self._call_outer, module), _WHY)) for module in eager]
         forward, call = map(compiler.compiled, (_call, uncompiled_call))  # modules that are alike share their code
         self._forwards: _Calling = [
@@ -76,7 +63,7 @@ class CompiledShards:
     def __call__(self, *args: Any) -> Any:
         """Return what the loss returns."""
         if LOSS in self.problems:
-            return self._loss(*args)
+            return call_loss(*args)
         if not self._first:
             return self._compiled_loss(*args)
         before, calls = self._snapshot(self._leaves), _ModelCalls()
@@ -89,8 +76,8 @@ class CompiledShards:
                 if calls.has_raised:
                     raise
                 before.restore()
-                calls.repeat()
-                returned = self._loss(*args)  # if this raises too, it was not the compiler that failed
+                calls.left = list(calls.made)
+                returned = call_loss(*args)  # if this raises too, it was not the compiler that failed
                 self.problems[LOSS] = why_failed(error)
                 return returned
 
@@ -106,20 +93,12 @@ class CompiledShards:
 
     @contextmanager
     def compiling(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Context for the call that compiles.
-
-        Args:
-            leaves: of its batch.
-        """
-        with Undo() as undo, self._compiler.for_many(len(self._names)):
+        """Context for the call that compiles, which has these leaves in its batch."""
+        with Undo() as undo, self._compiler.for_many(len(self.names)):
             undo.note(setattr, self, "_first", False)
             undo.note(setattr, self, "_leaves", ())
             self._first, self._leaves = True, leaves
             yield
-
-    def compiled_text(self) -> str:
-        """Return the names of what is compiled, "" if nothing is."""
-        return _listed([name for name in self._names if name not in self.problems])
 
     def problem_texts(self) -> list[str]:
         """Return what is not compiled, and why: parts with the same reason together."""
@@ -158,23 +137,19 @@ class CompiledShards:
 
 @dataclass(eq=False)
 class _ModelCalls:
-    """The calls of a model in a loss, so that the loss can be called again without them.
+    """The calls of a model in a loss, so that the loss can be called again without them."""
 
-    Attributes:
-        has_raised: whether one of them has raised an error.
-    """
-
-    _made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
-    _left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those to repeat
+    made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
+    left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those that are to return the same once more
     _within: bool = False
-    has_raised: bool = False
+    has_raised: bool = False  # whether one of them has raised an error
 
     def make(self, call: Callable[[], Any], snapshot: Callable[[], Snapshot]) -> Any:
         """Return what the call returns, or has returned at this place."""
         if self._within:
             return call()
-        if self._left:
-            returned, after = self._left.pop(0)
+        if self.left:
+            returned, after = self.left.pop(0)
             after.restore()
             return returned
         self._within = True
@@ -185,12 +160,8 @@ class _ModelCalls:
             raise
         finally:
             self._within = False
-        self._made.append((returned, snapshot()))
+        self.made.append((returned, snapshot()))
         return returned
-
-    def repeat(self) -> None:
-        """Have the same calls return the same once more."""
-        self._left = list(self._made)
 
 
 def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
@@ -242,7 +213,7 @@ class ShardedCompiledStep(CompiledTrainingStep):
 
     def _compiled_loss(self, layout: CompiledLayout) -> CompiledShards:
         if layout.call is None:
-            layout.call = CompiledShards(call_loss, self._model, self.compiler, self._generators)
+            layout.call = CompiledShards(self._model, self.compiler, self._generators)
         assert isinstance(layout.call, CompiledShards)  # of this step's own layouts
         return layout.call
 
@@ -253,25 +224,20 @@ class ShardedCompiledStep(CompiledTrainingStep):
             return super()._compiled_pass(layout, args, kwargs)
 
     def _compile(self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        start, bar = time.perf_counter(), ProgressBar(1)
         shards = self._compiled_loss(layout)
-        try:
-            bar.show(f"{self._where}: compiling forward and backward")
-            with self.compiler.noting_breaks() as breaks, shards.compiling(self._leaves):
-                outputs = self._compiled_pass(layout, args, kwargs)
-        finally:
-            bar.clear()
-            self._seconds += time.perf_counter() - start
+        compiling = shards.compiling(self._leaves)
+        with self._compiling("forward and backward"), self.compiler.noting_breaks() as breaks, compiling:
+            outputs = self._compiled_pass(layout, args, kwargs)
         layout.ready = True
         self._say_breaks(layout, breaks)
-        self._say_time("forward and backward", time.perf_counter() - start)
         for problem in shards.problem_texts():
             self._say_problem(problem)
         return outputs
 
     def _compiled_passes(self, done: list[CompiledLayout]) -> list[str]:
         parts = [self._compiled_loss(layout) for layout in done]
-        counted = Counter(text for shards in parts if (text := shards.compiled_text()))
+        compiled = [_listed([name for name in shards.names if name not in shards.problems]) for shards in parts]
+        counted = Counter(filter(None, compiled))
         lines = [
             f"compiled: forward and backward of {text}, for {n} layout(s) of the batch" for text, n in counted.items()
         ]

@@ -31,20 +31,12 @@ class CompiledWrites:
 
     torch's foreach kernel gives 65,536 elements to one block, which takes 8 microseconds for a layer of 256 x 256 (on
     an H200, with torch 2.11).
-
-    Args:
-        compiler: compiles.
-        where: how messages begin.
-        raises: whether a compilation that fails is an error.
-
-    Attributes:
-        problem: why torch's kernel is used; "" if it is not.
     """
 
     _compiler: Compiler
-    _where: str
-    raises: bool = field(kw_only=True)
-    problem: str = ""
+    _where: str  # how messages begin
+    raises: bool = field(kw_only=True)  # whether a compilation that fails is an error
+    problem: str = ""  # why torch's kernel is used; "" if it is not
 
     def writer(self) -> Callable[[list[Any], list[Any]], None]:
         """Return a function that writes the weights of a second list to the copies in the first one."""

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ..._optimizer.param_groups import CapturableGroups, RateTable
 from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
-from ..window import Window
 from .slices import Slices, micro_batches
 from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 
@@ -28,72 +27,31 @@ Rates = Sequence[Any]  # by param group
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
 
 
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """Does whole windows of micro-batches with the slices of stacked inputs. This is what a graph records.
-
-    Args:
-        call: does one micro-batch.
-        groups: the optimizer's.
-        table: the learning rates of the windows.
-        size: how many micro-batches a window has.
-    """
-
-    _call: Callable[..., PartOfStep]
-    _groups: CapturableGroups
-    _table: RateTable
-    _size: int
-
-    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StackedOutputs:
-        """Do this many windows."""
-        leaves, tree = flatten(args, kwargs)
-        done: list[PartOfStep] = []
-        for window in range(windows):
-            places = range(window * self._size, (window + 1) * self._size)
-            with self._groups.reading(self._table.rows[window]):
-                done += micro_batches(self._call, leaves, tree, places, noting)
-        return stacked([part.output for part in done], views=True)
-
-
 class Scan:
     """Does the calls of a stack: as many as possible in graphs of several steps, the others one by one.
 
-    Args:
-        engine: of the single calls.
-        step: what these do.
-        window: of the single calls.
-        slices: makes these, too.
-        size: how many micro-batches a window has.
-        optimizer: of the step.
-        schedule: stepped behind each optimizer step; None if there is none.
-        buckets: to pad the inputs of each call to; None if they are not padded.
+    The inputs of each call are padded to one of the buckets, if any.
     """
 
     def __init__(
         self,
         engine: Engine,
         step: TrainingStep,
-        window: Window,
         slices: Slices,
-        size: int,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule | None,
         buckets: Buckets | None,
     ) -> None:
-        self._engine = engine
-        self._step = step
-        self._window = window
-        self._slices = slices
-        self._size = size
-        self._groups = optimizer
-        self._schedule = schedule
-        self._buckets = buckets
+        self._engine, self._step, self._buckets = engine, step, buckets
+        self._slices, self._window, self._size = slices, slices.window, slices.size
+        self._groups, self._schedule = optimizer, schedule
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
         known = known and (schedule is None or step.capturable)
         self._may_launch = known and step.observer is None and not step.ranks.several
-        self._lengths = range(1 + (size == 1), -(-MOST // size) + 1)  # in windows; one call is a single call
+        # In windows; one call is a single call.
+        self._lengths = range(1 + (slices.size == 1), -(-MOST // slices.size) + 1)
         self._tables: dict[int, RateTable] = {}  # by the number of param groups
         self._warming = False  # whether a call of this scan was made to get a graph
 
@@ -118,8 +76,6 @@ class Scan:
             done += 1 if piece is None else len(piece.loss)
         return concatenated([*pieces, stacked(singles)] if singles else pieces)
 
-    # ------------------------------------------------------------------------------------------------ several at once
-
     def _launched(self, stack: Stack, start: int) -> StackedOutputs | None:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
         windows = min(self._lengths[-1], (stack.count - start) // self._size)
@@ -141,15 +97,16 @@ class Scan:
             key=Key(stack.spec_of(self._lengths[-1] * self._size), phases, number),
             singles=[Key(stack.spec, phase, number) for phase in phases],
             lengths=self._lengths,
-            captured=Windows(self._step.captured, groups, table, self._size),
-            eager=Windows(self._step, groups, table, self._size),
+            captured=partial(_windows, self._step.captured, groups, table, self._size),
+            eager=partial(_windows, self._step, groups, table, self._size),
         )
         # What is left behind warm-up calls is a length that no later scan may have.
         graph = self._engine.find(steps, windows, may_capture=windows == self._lengths[-1] or not self._warming)
         self._warming = self._warming or graph is None
         if graph is None:
             return None
-        leaves = stack.rows(start, start + windows * self._size)
+        rows = slice(start, start + windows * self._size)
+        leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
         rates, entries = self._rates_ahead(windows, table)
         if len(rates) < windows:
@@ -166,10 +123,6 @@ class Scan:
 
     def _rates_ahead(self, windows: int, table: RateTable) -> tuple[list[Rates], list[dict[str, Any]]]:
         """Step the scheduler ahead, and write the learning rates of the windows to the table.
-
-        Args:
-            windows: how many.
-            table: for their rates.
 
         Returns:
             The rates of the param groups, by window: fewer than `windows` if the scheduler changes more than rates.
@@ -215,7 +168,24 @@ class Scan:
         return stacked(outs)
 
 
-_RATE = ("lr", "initial_lr")
+def _windows(
+    call: Callable[..., PartOfStep],
+    groups: CapturableGroups,
+    table: RateTable,
+    size: int,
+    windows: int,
+    noting: Noting,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StackedOutputs:
+    """Do this many windows of `size` micro-batches with the slices of a stack, as a graph records it."""
+    leaves, tree = flatten(args, kwargs)
+    done: list[PartOfStep] = []
+    for window in range(windows):
+        places = range(window * size, (window + 1) * size)
+        with groups.reading(table.rows[window]):
+            done += micro_batches(call, leaves, tree, places, noting)
+    return stacked([part.output for part in done], views=True)
 
 
 def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
@@ -225,4 +195,4 @@ def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
     changed = [
         key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
     ]
-    return all(key in _RATE or are_same(before[key], group[key]) for key in changed)
+    return all(key in ("lr", "initial_lr") or are_same(before[key], group[key]) for key in changed)

@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ..._capture.engine.multi_step import Noting
 from ..._capture.keys.inputs import Spec
-from ..._torch.tensors.tree import TreeSpec, tree_unflatten
+from ..._torch.tensors.tree import TreeSpec
 from ..training_step import PartOfStep, Phase, StepOutput
 from ..window import Window
 from .stack import Stack, sliced
@@ -16,43 +14,32 @@ from .stack import Stack, sliced
 
 @dataclass(eq=False)
 class Slices:
-    """Makes the calls of stacks one by one, and learns by that which phases they have.
+    """Makes the calls of stacks one by one, and learns by that which phases they have."""
 
-    Args:
-        window: of these calls.
-        size: how many micro-batches a window has.
-    """
-
-    _window: Window
-    _size: int
+    window: Window
+    size: int  # how many micro-batches a window has
     _phases: dict[tuple[Spec, bool], tuple[Phase, ...]] = field(default_factory=dict)
     _seen: list[Phase] = field(default_factory=list)  # in the window that the calls are in
 
     def call(self, stack: Stack, i: int) -> StepOutput:
         """Make call i of a stack."""
-        leaves: list[Any] = [leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
-        args, kwargs = tree_unflatten(leaves, stack.tree)
-        place = self._window.count
-        phase = Phase(place + 1 == self._size, self._window.accumulated, self._window.observes())
-        out = self._window.run(args, kwargs)
+        args, kwargs = sliced(stack.leaves, stack.tree, i)
+        place = self.window.count
+        phase = Phase(place + 1 == self.size, self.window.accumulated, self.window.observes())
+        out = self.window.run(args, kwargs)
         if place == 0:
             self._seen = []
         if place == len(self._seen):
             self._seen.append(phase)
-        if place + 1 == self._size == len(self._seen):
+        if place + 1 == self.size == len(self._seen):
             if len(self._phases) == _MAX_SPECS:
                 self._phases.clear()
             self._phases[stack.spec, phase.observed] = tuple(self._seen)
         return out
 
     def phases(self, spec: Spec, observed: bool = False) -> tuple[Phase, ...] | None:
-        """Return the phases of the calls of a window, by which their graphs are found. None if they are not known.
-
-        Args:
-            spec: the layout of the inputs of each call.
-            observed: whether the observer measures in them.
-        """
-        return (Phase(True, (), observed),) if self._size == 1 else self._phases.get((spec, observed))
+        """Return the phases of the calls of a window, by which their graphs are found. None if they are not known."""
+        return (Phase(True, (), observed),) if self.size == 1 else self._phases.get((spec, observed))
 
 
 _MAX_SPECS = 256
@@ -66,16 +53,7 @@ def micro_batches(
     noting: Noting,
     observed: bool = False,
 ) -> list[PartOfStep]:
-    """Do a window of micro-batches, and return what `call` returned for each.
-
-    Args:
-        call: does one micro-batch.
-        leaves: of a stack.
-        tree: of the stack.
-        places: the slices to take.
-        noting: the context of each call.
-        observed: whether the observer measures in them.
-    """
+    """Do a window with the slices of a stack at these places, and return what `call` returned for each micro-batch."""
     done: list[PartOfStep] = []
     accumulated: tuple[int, ...] = ()
     for i in places:

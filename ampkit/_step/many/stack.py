@@ -13,17 +13,9 @@ from ..._text import dtype_name
 from ..._torch.tensors.tree import TreeSpec, tree_flatten, tree_unflatten
 from ..training_step import StepOutput
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
-
 
 class Words(NamedTuple):
-    """What messages call a method and its calls.
-
-    Attributes:
-        method: its name.
-        one: one of the calls.
-        many: several of them.
-    """
+    """What messages call a method, one of its calls, and several of them."""
 
     method: str
     one: str
@@ -34,17 +26,9 @@ SCAN = Words("scan", "step", "steps")
 
 
 class Stack:
-    """Inputs of several calls.
-
-    Args:
-        args: trees of tensors with equal dimension 0, and of constants that all calls get.
-        kwargs: trees of the same kinds.
-        device: where the tensors must be.
-        words: for messages.
-        buckets: what the inputs of each call are padded to; None if they are not padded.
+    """Inputs of several calls: trees of tensors with equal dimension 0, and of constants that all calls get.
 
     Attributes:
-        words: as given.
         shown: the first tensor and its shape, in words.
         count: how many calls there are.
         leaves: tensors and constants.
@@ -64,7 +48,6 @@ class Stack:
         words: Words,
         buckets: Buckets | None = None,
     ) -> None:
-        self.words = words
         self.leaves, self.tree = flatten(args, kwargs)
         place = -1  # of the first tensor
         for i, leaf in enumerate(self.leaves):
@@ -101,10 +84,6 @@ class Stack:
         first, named = sliced(self.leaves, self.tree, 0)
         self.spec, _ = read_batch(first, named, device)
 
-    def rows(self, start: int, stop: int) -> list[Any]:
-        """Return the leaves, of these calls alone. Aliasing: views of the stack."""
-        return [leaf[start:stop] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-
     def spec_of(self, calls: int) -> Spec:
         """Return the layout of a stack of this many calls."""
         specs: list[TensorSpec | Constant] = [
@@ -116,71 +95,42 @@ class Stack:
         return Spec(self.spec.structure, tuple(specs))
 
 
-def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> Batch:
+def sliced(leaves: Sequence[Any], tree: TreeSpec, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs of call i of a stack. Aliasing: views."""
     args, kwargs = tree_unflatten([leaf[i] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
     return args, kwargs
 
 
 class StackedOutputs(NamedTuple):
-    """Outputs of several calls in a row, each tensor with the calls along dimension 0.
-
-    Attributes:
-        loss: see `StepOutput`.
-        aux: see `StepOutput`.
-        grad_norms: one per optimizer step; None if none was computed.
-        skipped: see `StepOutput`.
-    """
+    """Outputs of several calls in a row, see `StepOutput`, each tensor with the calls along dimension 0."""
 
     loss: Tensor
     aux: Any
-    grad_norms: Tensor | None
+    grad_norms: Tensor | None  # one per optimizer step
     skipped: Tensor
 
 
 def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> StackedOutputs:
-    """Return the outputs of calls as one.
-
-    Args:
-        outs: of the calls.
-        views: whether the result may be views of these tensors, because it is copied later.
-
-    Raises:
-        ValueError: their aux do not fit together.
-    """
+    """Return the outputs of calls as one, see `losses_and_aux`: as views of these tensors if it is copied later."""
     norms = [out.grad_norm for out in outs if out.grad_norm is not None]
     flags = [out.skipped for out in outs]
     # Without a loss scale a step returns the same constant each time.
     is_constant = views and all(flag is flags[0] for flag in flags)
-    loss, aux = losses_and_aux(outs, SCAN)
-    return StackedOutputs(
-        loss,
-        aux,
-        torch.stack(norms) if norms else None,
-        flags[0].expand(len(flags)) if is_constant else torch.stack(flags),
-    )
+    skipped = flags[0].expand(len(flags)) if is_constant else torch.stack(flags)
+    return StackedOutputs(*losses_and_aux(outs, SCAN), torch.stack(norms) if norms else None, skipped)
 
 
 def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, Any]:
     """Return the losses of calls as one tensor, and their aux as one tree, in tensors of their own.
 
-    Args:
-        outs: of the calls.
-        words: for messages.
-
-    Raises:
-        ValueError: their aux do not fit together.
+    Raise a `ValueError` if their aux do not fit together.
     """
     aux = _joined([out.aux for out in outs], torch.stack, 0, words)
     return torch.stack([out.loss for out in outs]), aux
 
 
 def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
-    """Return the outputs of several calls each as one.
-
-    Raises:
-        ValueError: their aux do not fit together.
-    """
+    """Return the outputs of several calls each as one. Raise a `ValueError` if their aux do not fit together."""
     if len(pieces) == 1:
         return StepOutput(*pieces[0])
     norms = [piece.grad_norms for piece in pieces if piece.grad_norms is not None]
@@ -193,13 +143,9 @@ def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
 
 
 def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: int, words: Words) -> Any:
-    """Return one tree, in which the tensors at each place of the trees are joined.
+    """Return one tree of tensors and None. `join` makes one tensor of those at each place of the trees.
 
-    Args:
-        trees: of tensors and None.
-        join: makes one tensor of several.
-        begin: the first dimension in which their shapes must be equal.
-        words: for messages.
+    Their shapes must be equal from dimension `begin` on.
     """
     flat = [tree_flatten(tree) for tree in trees]
     leaves, tree = flat[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..._batches.buckets import Buckets
@@ -14,7 +15,7 @@ from ..._capture.ranks.ranks import Together
 from ..._errors import AmpkitError
 from ..._undo import Undo, replace
 from ..training_step import PartOfStep, Phase, StepOutput, TrainingStep
-from ..window import Place, Window
+from ..window import Place
 from .slices import Slices, micro_batches
 from .stack import Stack, Words, losses_and_aux
 
@@ -24,68 +25,34 @@ _ONE = range(1, 2)  # how many windows a graph may do
 
 
 @dataclass(frozen=True, eq=False)
-class OneWindow:
-    """Does the micro-batches of one window. This is what a graph records.
-
-    Args:
-        call: does one micro-batch.
-        size: how many there are.
-        observed: whether the observer measures in them.
-    """
-
-    _call: Callable[..., PartOfStep]
-    _size: int
-    _observed: bool
-
-    def __call__(self, windows: int, noting: Noting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartOfStep:
-        """Do the window. Return what its last call has returned, with the outputs of all of them."""
-        done = micro_batches(self._call, *flatten(args, kwargs), range(self._size), noting, self._observed)
-        loss, aux = losses_and_aux([part.output for part in done], WORDS)
-        return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))
-
-
-@dataclass(frozen=True, eq=False)
 class WholeWindow:
-    """Does the calls of a window that it is given as a stack.
-
-    Args:
-        engine: of the single calls.
-        step: what these do.
-        window: of the single calls.
-        slices: makes these, too.
-        size: how many micro-batches a window has.
-        buckets: to pad each micro-batch to; None if they are not padded.
-    """
+    """Does the calls of a window that it is given as a stack, each micro-batch padded to one of the buckets, if any."""
 
     _engine: Engine
     _step: TrainingStep
-    _window: Window
     _slices: Slices
-    _size: int
     _buckets: Buckets | None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the micro-batches of a stack and the optimizer step behind them; return the outputs as one."""
-        if self._window.count:
-            done, size = self._window.count, self._size
+        window, size = self._slices.window, self._slices.size
+        if done := window.count:
             raise AmpkitError(
                 f"window: {done} of {size} micro-batches of an optimizer step were given to step(...) already. Give it "
                 f"the other {size - done}, or call step.flush(), before step.window(...)."
             )
         stack = Stack(args, kwargs, self._step.device, WORDS, self._buckets)
-        if stack.count > self._size:
+        if stack.count > size:
             raise ValueError(
                 f"window: {stack.shown}, which is for {stack.count} micro-batches, but an optimizer step has "
-                f"accumulate={self._size}. Pass at most {self._size}, make the step with accumulate={stack.count}, or "
+                f"accumulate={size}. Pass at most {size}, make the step with accumulate={stack.count}, or "
                 "call step.scan, which does several optimizer steps."
             )
         with Undo() as undo:
-            undo.note(self._window.drop)  # an error or an interrupt ends the window
-            out = self._launched(stack) if stack.count == self._size > 1 else self._one_by_one(stack)
+            undo.note(window.drop)  # an error or an interrupt ends the window
+            out = self._launched(stack) if stack.count == size > 1 else self._one_by_one(stack)
             undo.forget()
         return out
-
-    # ---------------------------------------------------------------------------------------------------- one by one
 
     def _one_by_one(self, stack: Stack) -> StepOutput:
         """Do the micro-batches in a call each, and flush the window if it is short."""
@@ -100,28 +67,27 @@ class WholeWindow:
                 if i and hasattr(error, "add_note"):  # since Python 3.11
                     error.add_note(f"window: its first {i} of {stack.count} micro-batches were done, and are dropped.")
                 raise
-        flushed = self._window.flush(SHORT)
+        flushed = self._slices.window.flush(SHORT)
         if failure is not None:
             raise failure
         norm, skipped = (outs[-1].grad_norm, outs[-1].skipped) if flushed is None else flushed
         return StepOutput(*losses_and_aux(outs, WORDS), norm, skipped)
 
-    # ------------------------------------------------------------------------------------------------ several at once
-
     def _launched(self, stack: Stack) -> StepOutput:
         """Do a whole window by one launch, or one by one if there is no graph."""
         self._step.gather()
-        number, observed = self._engine.settings_number(), self._window.observes()
+        window, size = self._slices.window, self._slices.size
+        number, observed = self._engine.settings_number(), window.observes()
         phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
         steps: Steps | None = None  # it cannot be captured, or its phases are not known
         if number is not None and phases is not None:
             steps = Steps(
                 # The name keeps its graphs apart from those of a scan, which read the learning rate elsewhere.
-                key=Key(stack.spec_of(self._size), (WORDS.method, *phases), number),
+                key=Key(stack.spec_of(size), (WORDS.method, *phases), number),
                 singles=[Key(stack.spec, phase, number) for phase in phases],
                 lengths=_ONE,
-                captured=OneWindow(self._step.captured, self._size, observed),
-                eager=OneWindow(self._step, self._size, observed),
+                captured=partial(_one_window, self._step.captured, size, observed),
+                eager=partial(_one_window, self._step, size, observed),
             )
         way = self._engine.decide_together(steps, 1)
         if steps is not None and way in (Together.LAUNCH, Together.CAPTURE):
@@ -133,9 +99,23 @@ class WholeWindow:
                     part: PartOfStep = self._engine.launch(steps, 1, stack.leaves)
                     return part
 
-                return self._window.run((), {}, Place(first=False, last=True, parts=()), launch)
-        if way in (Together.CALLS, Together.CALLS_ALONE):
-            with Undo() as undo:
+                return window.run((), {}, Place(first=False, last=True, parts=()), launch)
+        with Undo() as undo:
+            if way in (Together.CALLS, Together.CALLS_ALONE):
                 replace(undo, self._step.ranks, "voting", way is Together.CALLS)
-                return self._one_by_one(stack)
-        return self._one_by_one(stack)
+            return self._one_by_one(stack)
+
+
+def _one_window(
+    call: Callable[..., PartOfStep],
+    size: int,
+    observed: bool,
+    windows: int,
+    noting: Noting,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> PartOfStep:
+    """Do a window, as a graph records it. Return what its last call has returned, with the outputs of all of them."""
+    done = micro_batches(call, *flatten(args, kwargs), range(size), noting, observed)
+    loss, aux = losses_and_aux([part.output for part in done], WORDS)
+    return done[-1]._replace(output=done[-1].output._replace(loss=loss, aux=aux))

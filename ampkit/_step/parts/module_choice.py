@@ -12,25 +12,17 @@ from .module_survey import ModuleCall, Survey, advice_on
 
 
 class Choice(NamedTuple):
-    """What a step in parts captures.
+    """What a step in parts captures."""
 
-    Attributes:
-        calls: the calls to capture, by the module and the number of its call. Calls within these are not counted.
-        reasons: why modules that the loss function calls are not captured as a whole, by their paths.
-    """
-
-    calls: dict[nn.Module, dict[int, ModuleCall]]
-    reasons: dict[str, str]
+    calls: dict[nn.Module, dict[int, ModuleCall]]  # by the number of the call; calls within these are not counted
+    reasons: dict[str, str]  # why modules that the loss function calls are not captured as a whole, by their paths
 
 
 def chosen(first: Survey, second: Survey, fewest: int, failed: dict[ModuleCall, str]) -> Choice:
     """Return the largest calls that can be captured, as two steps with the same layout of the batch have shown.
 
-    Args:
-        first: of one step.
-        second: of a later one.
-        fewest: how many kernels a call must have.
-        failed: why calls of the second step could not be captured, as far as that was tried.
+    They have `fewest` kernels at least. `failed` says why calls of the second step could not be captured, as far as
+    that was tried.
     """
     known = {key: call for key, call in _numbered(first.calls)}
     captured: set[ModuleCall] = set()

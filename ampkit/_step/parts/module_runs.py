@@ -20,18 +20,10 @@ class ModuleRun(nn.Sequential):
 
 @dataclass(frozen=True, eq=False)
 class ModuleRuns:
-    """The runs of neighbours in modules of a model. While they are installed, each run is called as one module.
+    """The runs of neighbours in modules of a model. While they are installed, each run is called as one module."""
 
-    Args:
-        units: for each `nn.Sequential`, what it calls one after the other: runs, and children that are in none.
-        names: the paths of the `nn.Sequential` modules.
-
-    Attributes:
-        units: as given.
-    """
-
-    units: dict[nn.Sequential, list[nn.Module]]
-    _names: dict[nn.Sequential, str]
+    units: dict[nn.Sequential, list[nn.Module]]  # what each calls one after the other: runs, and children in none
+    _names: dict[nn.Sequential, str]  # their paths
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the runs, each with a name that reads like a slice of its `nn.Sequential`."""
@@ -74,11 +66,8 @@ def runs_in(calls: Sequence[ModuleCall], fewest: int) -> ModuleRuns:
     """Return the runs that are worth a try, as one step has shown.
 
     They are in each `nn.Sequential` that cannot be captured whole: neighbours without an uncapturable line that have
-    enough kernels together. Whether a run can be captured is for a survey to find out that watches it as a module.
-
-    Args:
-        calls: of modules, in the order in which they began.
-        fewest: how many kernels a run must have.
+    `fewest` kernels or more together. Whether a run can be captured is for a survey to find out that watches it as a
+    module. The calls are in the order in which they began.
     """
     children: dict[ModuleCall, list[ModuleCall]] = defaultdict(list)
     by_module: dict[nn.Sequential, list[ModuleCall]] = defaultdict(list)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,18 +47,11 @@ _Edge = tuple[int, int]  # what stands for an autograd node, and which of its ou
 
 
 class ModuleLayout(NamedTuple):
-    """The layout of the input of a call.
-
-    Attributes:
-        spec: of the input.
-        wants_grad: what each leaf wants.
-        places: where each leaf begins.
-        grad_mode: whether autograd records the call.
-    """
+    """The layout of the input of a call, and whether autograd records the call."""
 
     spec: Spec
-    wants_grad: tuple[Wants, ...]
-    places: tuple[int, ...]
+    wants_grad: tuple[Wants, ...]  # per leaf
+    places: tuple[int, ...]  # per leaf
     grad_mode: bool
 
 
@@ -73,32 +65,19 @@ class GradientLayout(NamedTuple):
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of a module in the forward of a step.
-
-    Attributes:
-        module: what was called.
-        name: its path in the model.
-        parent: the call in which it was called; None if it was called by the loss function.
-        first, last: the numbers of the autograd nodes that it made lie between these two.
-        layout: of its input; None if a graph cannot take it.
-        problems: why it cannot be captured by itself, [] if it can.
-        lines: the lines in it, or in its backward, that cannot be captured.
-        operations: what ran in it, in order, with shapes and numbers.
-        kernels: how many of these operations computed something.
-        gradients: of each output that requires grad, the layout of its gradient; None if it got none.
-    """
+    """A call of a module in the forward of a step."""
 
     module: nn.Module
-    name: str
-    parent: "ModuleCall | None"
-    first: int
+    name: str  # the module's path in the model
+    parent: "ModuleCall | None"  # the call in which it was called; None if it was called by the loss function
+    first: int  # the numbers of the autograd nodes that it made are greater than this, and at most `last`
     last: int = -1
-    layout: ModuleLayout | None = None
-    problems: dict[str, None] = field(default_factory=dict)
-    lines: dict[str, None] = field(default_factory=dict)
-    operations: list[Any] = field(default_factory=list)
-    kernels: int = 0
-    gradients: list[GradientLayout | None] = field(default_factory=list)
+    layout: ModuleLayout | None = None  # of its input; None if a graph cannot take it
+    problems: dict[str, None] = field(default_factory=dict)  # why it cannot be captured by itself
+    lines: dict[str, None] = field(default_factory=dict)  # in it, or in its backward, that cannot be captured
+    operations: list[Any] = field(default_factory=list)  # what ran in it, in order, with shapes and numbers
+    kernels: int = 0  # how many of these operations computed something
+    gradients: list[GradientLayout | None] = field(default_factory=list)  # of outputs that require grad, as it came
     _own: set[int] = field(default_factory=set)  # the memory of its inputs, parameters and buffers
     _buffers: set[int] = field(default_factory=set)
     _returned: set[int] = field(default_factory=set)
@@ -130,15 +109,9 @@ class Survey:
 
     Args:
         modules: those to look at, by name, each once.
-        device: where they compute.
         generators: see `Preflight`.
         eager: classes of modules that are not to be captured, and why.
         writes_may_stop: whether numbers that a forward changes in lists, dicts and objects may stay as they are.
-
-    Attributes:
-        calls: the calls of modules, in the order in which they began. Calls within a backward are left out.
-        lines: the lines that cannot be captured, with what happens there, and the paths of the modules that they ran
-            in; an empty path stands for the loss function.
     """
 
     def __init__(
@@ -146,15 +119,15 @@ class Survey:
         modules: Iterable[tuple[str, nn.Module]],
         device: torch.device,
         generators: Sequence[torch.Generator],
-        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+        eager: Mapping[type[nn.Module], str],
         *,
-        writes_may_stop: bool = False,
+        writes_may_stop: bool,
     ) -> None:
         self._modules = list(modules)
         self._device, self._eager = device, eager
         self._preflight = Preflight(device, generators, observers=[self._on_operation], located=self._on_finding)
-        self.calls: list[ModuleCall] = []
-        self.lines: dict[str, dict[str, None]] = {}
+        self.calls: list[ModuleCall] = []  # in the order in which they began, but for those within a backward
+        self.lines: dict[str, None] = {}  # that cannot be captured, with what happens there
         self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
@@ -171,8 +144,6 @@ class Survey:
                 replace(undo, owner, name, run)
             with self._preflight:
                 yield
-
-    # ---------------------------------------------------------------------------------------------- calls of modules
 
     def _watched(self, module: nn.Module, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         modules = list(module.modules())
@@ -265,8 +236,6 @@ class Survey:
                 tensor.register_hook(partial(_note_gradient, call, len(call.gradients)))
                 call.gradients.append(None)
 
-    # -------------------------------------------------------------------------------------------------- operations
-
     def _on_operation(self, done: OperationCall) -> None:
         if self._looking:
             return
@@ -314,7 +283,7 @@ class Survey:
         node = current_node() if backward and node is None else node
         calls = list(self._owners(node)) if backward else self._running[::-1]
         text = f"{line} - {what}" if line else what
-        self.lines.setdefault(text, {})[calls[0].name if calls else ""] = None
+        self.lines[text] = None
         for call in calls:
             call.lines[text] = None
 
@@ -326,8 +295,6 @@ class Survey:
         for call in reversed(self.calls):
             if call.first < number <= call.last:
                 yield call
-
-    # ----------------------------------------------------------------------------------------------- autograd graph
 
     def _run_engine(self, thread: int, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run autograd's engine. In this thread, look at each autograd graph before that."""
@@ -365,9 +332,6 @@ def advice_on(thing: object) -> str:
     # transformers makes a cache of keys and values in each forward, in training too, unless it is told not to.
     is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(thing).__mro__)
     return ". Pass use_cache=False to the model: training needs no cache" if is_cache else ""
-
-
-# -------------------------------------------------------------------------------------------------------- what is equal
 
 
 _ACCUMULATES = "torch::autograd::AccumulateGrad"  # name of the node of a leaf

@@ -25,23 +25,14 @@ from .module_survey import GradientLayout
 
 
 class PartMemory(SharedMemory):
-    """The pools of the parts of one step.
-
-    Args:
-        device: where they compute.
-        emulated: whether graphs are emulated.
-        generators: CUDA generators beside the default one that the parts draw from.
-
-    Attributes:
-        shares: measures how much of the time of the present call each part takes; None if that is not measured.
-    """
+    """The pools of the parts of one step, which may draw from generators beside the default one."""
 
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
         super().__init__(device, emulated)
-        self._generators = tuple(generators)
+        self.generators = tuple(generators)
         self._backward_pool = Pool()
         self._forward_pools: list[Pool] = []
-        self.shares: Shares | None = None
+        self.shares: Shares | None = None  # measures how much of the time of the present call each part takes
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +41,7 @@ class PartMemory(SharedMemory):
 
     def measured(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a replay of a part of this name."""
-        return _NOT_MEASURED if self.shares is None else self.shares.measured(name)
+        return nullcontext() if self.shares is None else self.shares.measured(name)
 
     def graphs(self) -> tuple[Graph, Graph]:
         """Return a forward and a backward graph to capture."""
@@ -58,11 +49,8 @@ class PartMemory(SharedMemory):
             return super().graphs()
         stream, pool = capture_stream(self.device, self.use), Pool()
         self._forward_pools.append(pool)
-        backward = CudaGraph(stream, self._backward_pool, self._generators)
-        return CudaGraph(stream, pool, self._generators), backward
-
-
-_NOT_MEASURED: AbstractContextManager[None] = nullcontext()
+        backward = CudaGraph(stream, self._backward_pool, self.generators)
+        return CudaGraph(stream, pool, self.generators), backward
 
 
 class PartPasses(Passes):
@@ -76,14 +64,8 @@ class PartPasses(Passes):
 
     Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
 
-    Args:
-        function: the module's forward.
-        module: its parameters are used.
-        inputs: see `Passes`.
-        wants_grad: see `Passes`.
-        device: see `Passes`.
-        gradients: the layout of each differentiable output's gradient, None if it gets none.
-        grad_mode: whether autograd records the calls. Otherwise there is no backward pass.
+    The arguments are those of `Passes`, the layout of each differentiable output's gradient (None if it gets none), and
+    whether autograd records the calls. Otherwise there is no backward pass.
 
     Attributes:
         static: the gradients of the differentiable outputs, which backward starts from; None for those without.
@@ -100,8 +82,7 @@ class PartPasses(Passes):
         wants_grad: tuple[Wants, ...],
         device: torch.device,
         gradients: Sequence[GradientLayout | None],
-        *,
-        grad_mode: bool = True,
+        grad_mode: bool,
     ) -> None:
         self.grad_mode = grad_mode
         modules = list(module.modules())
@@ -112,8 +93,6 @@ class PartPasses(Passes):
         self.static: list[Tensor | None] = []
         self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
         self.slots: list[int] = []
-
-    # ------------------------------------------------------------------------------------------------------- passes
 
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
@@ -170,8 +149,6 @@ class PartPasses(Passes):
         fresh = {j: iter(found) for j, found in each.items()}
         return [next(fresh[j], None) for j in self.slots]
 
-    # ------------------------------------------------------------------------------------------------------ capture
-
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
         known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
@@ -197,23 +174,14 @@ class PartPasses(Passes):
 
 
 class GraphedPart(GraphedPasses):
-    """The two graphs of one call of a module in a step.
+    """The two graphs of one call of a module in a step. The time that they take is added to that of `name`.
 
-    Args:
-        memory: the pools of the parts.
-        passes: see `GraphedPasses`.
-        forward: see `GraphedPasses`.
-        backward: see `GraphedPasses`.
-        name: what the time that they take is added to.
-
-    Attributes:
-        unlike: how many backward passes were eager, because gradients came with another layout than at the capture.
+    A backward pass is eager if gradients come with another layout than at the capture.
     """
 
     def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, backward: Graph, name: str) -> None:
         super().__init__(memory, passes, forward, backward)
         self._memory, self._part, self._name = memory, passes, name
-        self.unlike = 0
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Replay, see `GraphedPasses.forward`."""
@@ -236,8 +204,7 @@ class GraphedPart(GraphedPasses):
                 self._backward.replay()
                 found = part.grads
             else:
-                self.unlike += 1
-                with self._shared.aside():  # the stream of the nodes that the capture has made
+                with self.shared.aside():  # the stream of the nodes that the capture has made
                     found = part.gradients_for(given)
             return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
 

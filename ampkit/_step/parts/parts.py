@@ -1,7 +1,7 @@
 """The modules of a step that are captured one by one: which graph a call replays, or why it is eager."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,25 +52,14 @@ class Parts:
 
     Args:
         choice: which calls are captured.
-        device: where they compute.
-        generators: CUDA generators beside the default one that they draw from.
         runs: neighbours that are called as one module, some of which are chosen.
-        emulated: whether graphs are emulated.
+        memory: of their graphs.
     """
 
-    def __init__(
-        self,
-        choice: Choice,
-        device: torch.device,
-        generators: Sequence[torch.Generator],
-        runs: ModuleRuns,
-        *,
-        emulated: bool,
-    ) -> None:
-        self._memory = PartMemory(device, emulated, generators)
-        self._generators = tuple(generators)
+    def __init__(self, choice: Choice, runs: ModuleRuns, memory: PartMemory) -> None:
+        self.memory = memory
         self._modules = {
-            module: {number: _GraphedModule(call, self._memory, self._generators) for number, call in calls.items()}
+            module: {number: _GraphedModule(call, memory) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
         self._all = [part for parts in self._modules.values() for part in parts.values()]
@@ -99,20 +88,19 @@ class Parts:
     def installed(self, shares: Shares | None = None) -> Iterator[None]:
         """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
         with self._runs.installed(), Undo() as undo:
-            undo.note(setattr, self._memory, "shares", None)
-            self._memory.shares = shares
+            undo.note(setattr, self.memory, "shares", None)
+            self.memory.shares = shares
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             yield
 
     def reports(self) -> list[PartReport]:
         """Return what happened to the calls."""
-        return [part.report(number) for parts in self._modules.values() for number, part in parts.items()]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the graphs' pools take."""
-        return self._memory.nbytes
+        return [
+            PartReport(part.call.name, number, part.call.kernels, part.replays, dict(part.eager))
+            for parts in self._modules.values()
+            for number, part in parts.items()
+        ]
 
     def failures(self) -> dict[ModuleCall, str]:
         """Return why some calls could not be captured."""
@@ -141,27 +129,21 @@ def _calls(original: Callable[..., Any], parts: "dict[int, _GraphedModule]") -> 
 
 
 class _GraphedModule:
-    """One call of a module in a step.
+    """One call of a module in a step, which a survey saw as `call`."""
 
-    Attributes:
-        call: as a survey saw it.
-        failure: why it could not be captured, "" if it could, or may be.
-    """
-
-    def __init__(self, call: ModuleCall, memory: PartMemory, generators: tuple[torch.Generator, ...]) -> None:
+    def __init__(self, call: ModuleCall, memory: PartMemory) -> None:
         assert call.layout is not None  # or it is not chosen
         self.call = call
         self._layout: ModuleLayout = call.layout
         self._memory = memory
-        self._generators = generators
         self._reader = BatchReader(memory.device)
         self._graphs: GraphedPart | None = None
         self._context: Any = None
         self._walk: Walk | None = None
         self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
-        self._replays = 0
-        self._eager: Counter[str] = Counter()
-        self.failure = ""
+        self.replays = 0
+        self.eager: Counter[str] = Counter()  # other calls, by reason
+        self.failure = ""  # why it could not be captured, "" if it could, or may be
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module: replay its graph, or call `original`."""
@@ -174,10 +156,10 @@ class _GraphedModule:
             assert self._graphs is not None  # just captured, or before
             results = self._graphs(leaves)
             if results is not PENDING:
-                self._replays += 1
+                self.replays += 1
                 return results
             reason = "its last call has yet to be backpropagated"
-        self._eager[reason] += 1
+        self.eager[reason] += 1
         return original(*args, **kwargs)
 
     def _why_eager(self, leaves: list[Any], tree: Any) -> str:
@@ -207,11 +189,11 @@ class _GraphedModule:
             undo.note(modes())
             try:
                 with Undo() as draws, undone(list(module.modules()), device) as rebound:
-                    for generator in self._generators:
+                    for generator in self._memory.generators:
                         draws.note(generator.set_state, generator.get_state())
                     inputs = static_inputs(layout.spec, leaves)
-                    given = original, module, inputs, layout.wants_grad, device, self.call.gradients
-                    passes = PartPasses(*given, grad_mode=layout.grad_mode)
+                    wants, gradients = layout.wants_grad, self.call.gradients
+                    passes = PartPasses(original, module, inputs, wants, device, gradients, layout.grad_mode)
                     graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
@@ -222,10 +204,6 @@ class _GraphedModule:
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
-
-    def report(self, number: int) -> PartReport:
-        """Return what happened to the calls."""
-        return PartReport(self.call.name, number, self.call.kernels, self._replays, dict(self._eager))
 
     def reset(self) -> None:
         """Free the graphs."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ from ..training_step import Phase
 from .module_choice import Choice, chosen
 from .module_runs import ModuleRuns, runs_in
 from .module_survey import ModuleCall, Survey
-from .parts import CHANGED, PartReport, Parts
+from .part_passes import PartMemory
+from .parts import CHANGED, Parts
 from .split_update import Update
 
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
@@ -32,6 +33,7 @@ _SHOWN = 4  # reasons
 _MODEL = "the model"  # the module at the path ""
 _SURVEYED = "looking for modules to capture"
 _NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
+COMPILES = "compile= compiles forward and backward"  # why a step that does so is not done in parts
 NamedModules = Callable[[], Iterable[tuple[str, nn.Module]]]
 
 
@@ -52,9 +54,6 @@ class StepSplitter(Splitter):
         step: the step.
         modules: returns the modules that may be captured, by name, each once.
         update: the update of the parameters.
-        options: see `Options`.
-        ranks: the processes that train together.
-        device: where they compute.
         why_never: why nothing is ever done in parts, if that is known already; else "".
         eager: classes of modules that are not to be captured, and why.
     """
@@ -84,8 +83,6 @@ class StepSplitter(Splitter):
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
 
-    # ------------------------------------------------------------------------------------------------- of a splitter
-
     def takes(self, key: Key, layout: Layout) -> bool:
         """Return whether the calls of a layout are done in parts from now on, because of its `problem`."""
         if self._why_never == "unwanted" or not layout.problem:
@@ -99,10 +96,10 @@ class StepSplitter(Splitter):
         reason = self._why_never or next((why for why, is_so in hindrances.items() if is_so), "")
         kind = key.spec, key.settings, key.phase.others
         split = self._splits.get(kind)
-        if split is None and not reason and len(self._splits) >= self._options.max_graphs:
+        if split is not None:
+            reason = reason or split.refusal
+        elif not reason and len(self._splits) >= self._options.max_graphs:
             reason = f"max_graphs={self._options.max_graphs} layouts are done in parts already"
-        if not reason and split is not None:
-            reason = split.refusal
         if reason:
             self._why_not[reason] = None
             return False
@@ -127,7 +124,7 @@ class StepSplitter(Splitter):
                 engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
-                engine.refuse(layout, split.text(layout.problem))
+                engine.refuse(layout, f"{layout.problem}\nNor is it done in parts: {split.refusal}")
             return outputs
         layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
@@ -135,7 +132,6 @@ class StepSplitter(Splitter):
     def fields(self) -> dict[str, Any]:
         """Return the fields of the report that say what is captured."""
         splits = list(self._splits.values())
-        parts = [part for split in splits for part in split.reports()]
         said = [split.words() for split in splits]
         words = [line for captured, _ in said for line in captured]
         updates, shares = 0, {}
@@ -146,7 +142,7 @@ class StepSplitter(Splitter):
             shares = max(splits, key=lambda split: split.calls).shares()
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
-            "parts": tuple(parts),
+            "parts": tuple(part for split in splits if split.parts is not None for part in split.parts.reports()),
             "updates": updates,
             "shares": shares,
             "split": tuple(dict.fromkeys(words)),
@@ -155,7 +151,8 @@ class StepSplitter(Splitter):
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take."""
-        return self._update.nbytes + sum(split.nbytes for split in self._splits.values())
+        parts = [split.parts for split in list(self._splits.values()) if split.parts is not None]
+        return self._update.nbytes + sum(each.memory.nbytes for each in parts)
 
     def close(self) -> None:
         """Release what is captured."""
@@ -170,20 +167,6 @@ class Split:
     Its first two calls are watched by a `Survey`, or three if there are neighbours in an `nn.Sequential` that may be
     captured together: the first one finds these. The next ones are eager, and timed. Then modules are captured, and
     calls in parts are timed. Where no module can be captured, the update of the parameters still is.
-
-    Args:
-        step: the step.
-        modules: see `StepSplitter`.
-        update: see `StepSplitter`.
-        device: where they compute.
-        options: see `Options`.
-        eager: classes of modules that are not to be captured, and why.
-
-    Attributes:
-        calls: how many calls were done in parts.
-        refusal: why its calls are eager, "" if they are done in parts, or may be.
-        clock: takes the times.
-        is_timed: whether a split that is slower than eager steps is given up. An emulated graph saves no time.
     """
 
     def __init__(
@@ -197,7 +180,7 @@ class Split:
     ) -> None:
         self._step, self._modules, self._update = step, modules, update
         self._device, self._options, self._left = device, options, eager
-        self.is_timed = is_timed(options)
+        self._is_timed = is_timed(options)  # else a split that is slower than eager steps is not given up
         self.clock = Clock(device if device.type == "cuda" else None)
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
@@ -205,20 +188,20 @@ class Split:
         self._lines: dict[str, None] = {}
         self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
-        self._parts: Parts | None = None
-        self.calls = 0
+        self.parts: Parts | None = None  # made when it is known what to capture
+        self.calls = 0  # that were done in parts
         self._shares = Shares(self.clock)
         self._said = False
-        self.refusal = ""
+        self.refusal = ""  # why its calls are eager, "" if they are done in parts, or may be
 
     def call(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call."""
         why = "numerics are measured" if phase.observed else ""
-        if not why and self._parts is not None and (why := self._parts.why_not_now()) == CHANGED:
+        if not why and self.parts is not None and (why := self.parts.why_not_now()) == CHANGED:
             self._give_up(f"{why}. Register hooks before the first step")
-        if not why and self._parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
+        if not why and self.parts is None and len(self._surveys) < 2:  # first, for often there is nothing to capture
             return self._survey(engine, phase, args, kwargs)
-        if why or (self.is_timed and self._eager.wanted):
+        if why or (self._is_timed and self._eager.wanted):
             start = self.clock.now()
             outputs = engine.run(why or _SURVEYED, lambda: self._step(phase, *args, **kwargs))
             if not why and phase.last:
@@ -227,21 +210,21 @@ class Split:
         return self._call_in_parts(engine, phase, args, kwargs)
 
     def _call_in_parts(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._parts is not None  # made behind the last survey, or the split has been refused
+        assert self.parts is not None  # made behind the last survey, or the split has been refused
         assert self._choice is not None  # made with the parts
         how = IN_PARTS if self._choice.calls or phase.last else _NO_MODULE
         settled = phase.last and not self._surveys and self._update.is_settled
-        timed = settled and self.is_timed and self._in_parts.wanted
+        timed = settled and self._is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
         shares = self._shares if settled and not timed and self._shares.wanted else None
         start = self.clock.now() if timed else None
         if shares is not None:
             shares.begin()
-        with self._parts.installed(shares):
+        with self.parts.installed(shares):
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
         with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
             outputs = self._update.done(phase, outputs)
-        if self._surveys and not (failed := self._parts.failures()):
+        if self._surveys and not (failed := self.parts.failures()):
             self._surveys.clear()
         elif self._surveys:  # the modules inside of those that could not be captured are worth a try
             self._failed |= failed
@@ -274,7 +257,7 @@ class Split:
             return outputs
 
         outputs = self._update.done(phase, engine.run(_SURVEYED, step))
-        self._lines |= dict.fromkeys(survey.lines)
+        self._lines |= survey.lines
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
             if self._runs.units:  # two more calls are to show how they are called as modules
@@ -288,9 +271,9 @@ class Split:
     def _choose(self) -> None:
         first, second = self._surveys
         self._choice = chosen(first, second, _FEWEST, self._failed)
-        emulated = self._options.graph == "emulate"
+        memory = PartMemory(self._device, self._options.graph == "emulate", self._options.generators)
         assert self._runs is not None  # known behind the first survey
-        self._parts = Parts(self._choice, self._device, self._options.generators, self._runs, emulated=emulated)
+        self.parts = Parts(self._choice, self._runs, memory)
 
     def _check_that_something_is_captured(self) -> None:
         """Give the split up if there is neither a module to capture nor the update."""
@@ -311,24 +294,13 @@ class Split:
 
     def reset(self) -> None:
         """Free the graphs."""
-        if self._parts is not None:
-            self._parts.reset()
-            self._parts = None
-
-    # ------------------------------------------------------------------------------------------------------ reports
-
-    def text(self, problem: str) -> str:
-        """Return why the step is not captured."""
-        return f"{problem}\nNor is it done in parts: {self.refusal}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the graphs of the modules take."""
-        return 0 if self._parts is None else self._parts.nbytes
+        if self.parts is not None:
+            self.parts.reset()
+            self.parts = None
 
     def first_words(self) -> str:
         """Return in words what is to be captured, once, as soon as that is known; else ""."""
-        if self._said or self._parts is None or self._choice is None:
+        if self._said or self.parts is None or self._choice is None:
             return ""
         self._said = True
         names = dict.fromkeys(call.name for calls in self._choice.calls.values() for call in calls.values())
@@ -340,19 +312,15 @@ class Split:
         why = "" if self._choice.calls else f": {self._no_module()}"
         return f"{what}, and the rest stays eager{why}. report() says what was captured."
 
-    def reports(self) -> Sequence[PartReport]:
-        """Return what happened to the calls of the captured modules."""
-        return () if self._parts is None else self._parts.reports()
-
     def shares(self) -> dict[str, float]:
         """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
-        return {} if self._parts is None else self._shares.by_part("eager")
+        return {} if self.parts is None else self._shares.by_part("eager")
 
     def words(self) -> tuple[list[str], list[str]]:
         """Return in words what is captured; and what is not, and which calls of captured modules were not replayed."""
-        if self._parts is None or self._choice is None:
+        if self.parts is None or self._choice is None:
             return [], []
-        reports = self._parts.reports()
+        reports = self.parts.reports()
         calls = Counter(part.module for part in reports)
         names = [(name or _MODEL) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
         reasons = self._choice.reasons
@@ -365,11 +333,6 @@ class Split:
         for part in reports:
             words += [f"eager x{count}: {part.module or _MODEL}: {reason}" for reason, count in part.eager.items()]
         return [f"captured by itself: {', '.join(names) or 'no module'}"], words
-
-
-def why_not_compiled_in_parts(compile: str | None) -> str:
-    """Return why a step that is compiled is not done in parts; "" if nothing is to be compiled."""
-    return "" if compile is None else "compile= compiles forward and backward"
 
 
 def is_timed(options: Options) -> bool:

@@ -3,12 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.options import Options
 from ..._capture.engine.session import Session
-from ..._capture.ranks.ranks import Ranks
 from ..._capture.state.state import TrainingState
 from ..training_step import PartOfStep, Phase, TrainingStep
 
@@ -34,26 +31,12 @@ class WithinFunction:
 class CapturedUpdate:
     """Unscaling, norm, clipping, the optimizer, the loss scale and `after_step`, captured by an engine of their own.
 
-    Args:
-        step: the step.
-        state: what it changes.
-        options: see `Options`.
-        ranks: the processes that train together.
-        device: where they compute.
-        owner: what messages call the step.
+    Messages call the step `owner`.
     """
 
     name = UPDATE
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        state: TrainingState,
-        options: Options,
-        ranks: Ranks,
-        device: torch.device,
-        owner: str,
-    ) -> None:
+    def __init__(self, step: TrainingStep, state: TrainingState, options: Options, owner: str) -> None:
         def update(phase: Phase) -> Any:
             return step.finish(phase.accumulated, phase.observed)
 
@@ -62,9 +45,9 @@ class CapturedUpdate:
             fn=update,
             captured=update,
             state=state,
-            device=device,
+            device=step.device,
             options=replace(options, on_failure="eager", verify=0, capturing=False),
-            ranks=ranks,
+            ranks=step.ranks,
             name=f"{owner}, {UPDATE}",
         )
         self._engine: Engine | None = None  # made when a step is first done in parts

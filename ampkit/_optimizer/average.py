@@ -24,12 +24,8 @@ def capturable(
 ) -> tuple[Callable[[nn.Module], object], nn.Module | None]:
     """Return what to run after the optimizer in place of `after_step`, and the module whose state that changes.
 
-    Args:
-        after_step: called with the model. `update_parameters` of an `AveragedModel` is replaced by `update_average`,
-            and `prepare_average` is called here. Every other callable is returned as it is.
-
-    Returns:
-        The callable, and the module that it is a method of, or None.
+    `update_parameters` of an `AveragedModel` is replaced by `update_average`, and `prepare_average` is called here.
+    Every other callable is returned as it is, with the module that it is a method of, or None.
 
     Raises:
         ValueError: not a callable, or the `AveragedModel` itself.
@@ -71,10 +67,6 @@ def update_average(averaged: AveragedModel, model: nn.Module) -> None:
     the first: torch's SWA kernel takes no integers, so on CUDA the default average with `use_buffers` fails on the
     batch counts of BatchNorm. Pass an `avg_fn` there.
 
-    Args:
-        averaged: an average of models like `model`. Its tensors are changed in place.
-        model: the model as it is now.
-
     Sync: none, if `averaged` is on the model's device and its `avg_fn` or `multi_avg_fn` waits for nothing.
     """
     prepare_average(averaged)
@@ -89,13 +81,14 @@ def update_average(averaged: AveragedModel, model: nn.Module) -> None:
     if averaged.multi_avg_fn is None and averaged.avg_fn is not None:
         _average_each(averaged.avg_fn, old, new, clamped)
     else:
-        code = getattr(inspect.unwrap(averaged.multi_avg_fn), "__code__", None) if averaged.multi_avg_fn else None
+        own = averaged.multi_avg_fn
+        is_swa = own is None or getattr(inspect.unwrap(own), "__code__", None) is _SWA_CODE
         for ours_group, theirs_group in _grouped(old, new):
             device = ours_group[0].device
             here = clamped.to(device)
-            if averaged.multi_avg_fn is not None and code is not _SWA_CODE:
-                averaged.multi_avg_fn(ours_group, theirs_group, here)
-            elif averaged.multi_avg_fn is not None or device.type in devices_with_foreach():
+            if own is not None and not is_swa:
+                own(ours_group, theirs_group, here)
+            elif own is not None or device.type in devices_with_foreach():
                 _swa(ours_group, theirs_group, here)
             else:
                 _average_each(get_swa_avg_fn(), ours_group, theirs_group, here)

@@ -29,27 +29,16 @@ class CompiledUpdate:
 
     The tensors of the optimizer's state stay what they are, so that its `state_dict` does too. The last bits differ
     from those of the fused kernels. Where a gradient is not finite, the compiled code writes back what was there.
-
-    Args:
-        optimizer: Adam, AdamW or SGD of torch.optim.
-        scaler: the loss scale; it gets norm and `found_inf` as from its own `step` and `update`.
-        groups: its learning rates as tensors.
-        max_norm: clip the norm over all gradients to this; None does not clip.
-        compiler: compiles.
-
-    Attributes:
-        used: whether a step was done by compiled code.
-        ready: the keys of the updates that have been compiled.
     """
 
     _optimizer: Optimizer
-    _scaler: GradScaler
+    _scaler: GradScaler  # gets norm and `found_inf` as from its own `step` and `update`
     _groups: CapturableGroups
     _max_norm: float | None
     _compiler: Compiler
     _compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
-    ready: set[Hashable] = field(default_factory=set)
-    used: bool = False
+    ready: set[Hashable] = field(default_factory=set)  # the keys of the updates that have been compiled
+    used: bool = False  # whether a step was done by compiled code
 
     def text(self) -> str:
         """Return in words what is compiled."""
@@ -59,12 +48,9 @@ class CompiledUpdate:
         return ", ".join(parts)
 
     def prepared(self, low: Mapping[Tensor, Tensor]) -> "PreparedUpdate | None":
-        """Return the update of this step, None if it must be done uncompiled.
+        """Return the update of this step. Gradients in low precision (`low`) take the place of `param.grad`.
 
-        It must be if no parameter has a gradient, and in a first step, which makes the state of the optimizer.
-
-        Args:
-            low: gradients in low precision, by parameter, that take the place of `param.grad`.
+        It is None if no parameter has a gradient, and in a first step, which makes the state of the optimizer.
 
         Raises:
             NotImplementedError: hyperparameters have changed too often.
@@ -81,7 +67,7 @@ class CompiledUpdate:
                     "with gradients, and each of them is compiled. Keep all but the learning rate constant."
                 )
             self._compiled[key] = self._compiler.compiled(update, whole=True, **_OPTIONS)
-        return PreparedUpdate(self, key, constants, tensors)
+        return PreparedUpdate(key, constants, tensors)
 
     def run(self, prepared: "PreparedUpdate") -> None:
         """Do the update of a step, and give norm and `found_inf` to the scaler. Sync: none."""
@@ -133,16 +119,8 @@ class CompiledUpdate:
 
 
 class PreparedUpdate(NamedTuple):
-    """The update of one step.
+    """The update of one step. Those with the same key run the same code."""
 
-    Attributes:
-        by: what does it.
-        key: updates with the same key run the same code.
-        constants: see `Constants`.
-        tensors: see `Tensors`.
-    """
-
-    by: CompiledUpdate
     key: Hashable
     constants: Constants
     tensors: Tensors

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .._errors import AmpkitWarning
 from .._torch.device.streams import is_capturing
 from .._torch.tensors.modes import without_dispatch_modes
 from .._torch.tensors.tensors import foreach_add_
-from .._undo import Undo
+from .._undo import Undo, replace
 from .._user_line import users_level
 from .scale_rule import ScaleLimits, read_limits
 
@@ -28,12 +28,7 @@ _EVERY = 25  # calls per copy, which takes two transfers of 8 bytes
 
 
 class DeviceScale(upstream.GradScaler):
-    """The part of a `GradScaler` that keeps the scale and its counters on the device. Users see `GradScaler` only.
-
-    Args:
-        given: the arguments of torch's scaler, by name.
-        limits: what else bounds the scale.
-    """
+    """The part of a `GradScaler` that keeps the scale and its counters on the device. Users see `GradScaler` only."""
 
     def __init__(self, given: dict[str, Any], limits: ScaleLimits) -> None:
         super().__init__(**given)
@@ -100,8 +95,7 @@ class DeviceScale(upstream.GradScaler):
     def unwatched(self) -> Iterator[None]:
         """Context in which `update` does not call `watch_skips`, so that it runs the same operations in each call."""
         with Undo() as undo:
-            undo.note(setattr, self, "_skip_watch", self._skip_watch)
-            self._skip_watch = None
+            replace(undo, self, "_skip_watch", None)
             yield
 
     def forgetting(self) -> Callable[[], None]:
@@ -112,17 +106,11 @@ class DeviceScale(upstream.GradScaler):
         before = {key: dict(state) for key, state in self._per_optimizer_states.items()} if self._enabled else {}
 
         def forget() -> None:
-            if not self._enabled:
-                return
-            self._per_optimizer_states.clear()
-            self._per_optimizer_states.update(before)
+            if self._enabled:
+                self._per_optimizer_states.clear()
+                self._per_optimizer_states.update(before)
 
         return forget
-
-
-class _CountersCopy(NamedTuple):
-    counts: Tensor  # of steps, and of skipped ones; pinned if they come from a GPU
-    arrived: torch.cuda.Event | None
 
 
 @dataclass(eq=False)
@@ -130,7 +118,8 @@ class SkipWatch:
     """Follows the two counters of a scaler without waiting for the device that they are on."""
 
     _calls: int = 0
-    _copy: _CountersCopy | None = None
+    # Steps and skipped ones, pinned if they come from a GPU, and the event after which they have arrived from there.
+    _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
     _base: tuple[float, float] | None = None  # both counts when a step was last seen that was not skipped
     _told: bool = False
 
@@ -140,8 +129,9 @@ class SkipWatch:
             return 0
         self._calls += 1
         in_a_row = 0  # up to the last copy
-        if self._copy is not None and (self._copy.arrived is None or self._copy.arrived.query()):
-            done, left_out = self._copy.counts.tolist()
+        counts, arrived = self._copy or (None, None)
+        if counts is not None and (arrived is None or arrived.query()):
+            done, left_out = counts.tolist()
             self._copy = None
             base = self._base
             if base is None or done < base[0] or done - base[0] != left_out - base[1]:
@@ -156,6 +146,6 @@ class SkipWatch:
                 arrived = torch.cuda.Event() if steps.is_cuda else None
                 if arrived is not None:
                     arrived.record(torch.cuda.current_stream(steps.device))
-                self._copy = _CountersCopy(counts, arrived)
+                self._copy = counts, arrived
         self._told = in_a_row >= _IN_A_ROW
         return in_a_row if self._told else 0

@@ -27,16 +27,9 @@ def total_norm(
     """Return the norm over all gradients as a tensor of shape () on `device`: float32, or float64 if a gradient is.
 
     The norm is inf or nan if an element is. Otherwise it is finite, unless a power of an element overflows float32. For
-    the 2-norm that happens at magnitudes above 1.8e19.
-
-    Args:
-        grads: dense tensors of any shape and device, floating or complex. float16 is summed in float32, float64 and
-            complex128 in float64.
-        device: where the result goes.
-        norm_type: order of the norm, above 0; inf is the largest magnitude.
-        over_ranks: makes the norms of whole gradients of those of their shards, if `grads` are shards.
-
-    Sync: none. Aliasing: none.
+    the 2-norm that happens at magnitudes above 1.8e19. float16 is summed in float32. Gradients may be on any device,
+    floating or complex, but not sparse. If they are shards, `over_ranks` makes the norms of whole gradients of theirs.
+    Sync: none.
     """
     # Ranks must have as many norms as each other, but a shard of one of them may be empty.
     filled = (grad if grad.numel() else grad.new_zeros(1) for grad in grads if over_ranks or grad.numel())
@@ -67,25 +60,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def step_clipped(
-    optimizer: Optimizer,
-    max_norm: float | None,
-    norm_type: float,
-    step: Callable[[], Any],
-    over_ranks: OverRanks,
+    optimizer: Optimizer, max_norm: float | None, norm_type: float, step: Callable[[], Any], over_ranks: OverRanks
 ) -> tuple[Any, Tensor | None]:
-    """Clip the norm over all gradients to `max_norm` and step. A fused optimizer clips in its own kernel.
+    """Clip the norm over all gradients to `max_norm`, and call `step`. A fused optimizer clips in its own kernel.
 
-    Args:
-        optimizer: its gradients are clipped.
-        max_norm: None does not clip.
-        norm_type: of the p-norm.
-        step: steps the optimizer.
-        over_ranks: see `total_norm`.
-
-    Returns:
-        What `step` returned, and the norm before clipping (None without `max_norm`).
-
-    Sync: none beyond the optimizer's own.
+    Returns what `step` returned, and the norm before clipping (None without `max_norm`). Sync: none beyond the step's.
     """
     grads = gradients(optimizer)
     seed_late_momentum(optimizer)
@@ -114,10 +93,7 @@ def seed_late_momentum(optimizer: Optimizer) -> None:
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a float32 or float64 tensor of shape (). Sync: none.
-
-    It takes one kernel per device and dtype.
-    """
+    """Multiply gradients in place by a float tensor of shape (). One kernel per device and dtype. Sync: none."""
     for (device, dtype), group in _grouped(grads).items():
         # A factor of another dtype takes a kernel per tensor, except float32 for float16. Those gradients need it,
         # because float16 does not hold the reciprocal of a large scale.
@@ -140,27 +116,15 @@ def changed_by_step(optimizer: Optimizer) -> list[Tensor]:
     return changed
 
 
-def step_or_undo(
-    optimizer: Optimizer, found_inf: Tensor, changed: Sequence[Tensor], *args: Any, **kwargs: Any
-) -> float | None:
-    """Step, and where `found_inf` is 1 give all changed tensors the bits that they had before, on the device.
+def step_or_undo(step: Callable[[], Any], found_inf: Tensor, changed: Sequence[Tensor]) -> float | None:
+    """Call `step`, and where `found_inf` is 1 give all changed tensors the bits that they had before, on the device.
 
     For optimizers without a kernel that skips. Zero gradients would not do, because moments still decay and weights
     still shrink. The tensors are copied before the step, and put back afterwards by integer arithmetic on their bits:
     `new + (old - new) * found_inf`. In floating-point arithmetic a nan would stay. This takes three passes over
-    parameters and state in addition to the optimizer's own.
+    parameters and state in addition to the optimizer's own. Sync: none.
 
-    Args:
-        optimizer: its gradients are unscaled already.
-        found_inf: 0.0 or 1.0, float32, shape ().
-        changed: every tensor that the step may change; no two of them share memory.
-        *args: passed on to `optimizer.step`.
-        **kwargs: passed on to `optimizer.step`.
-
-    Returns:
-        What `optimizer.step` returned.
-
-    Sync: none.
+    `found_inf` is float32. No two of the changed tensors share memory. Returns what `step` returned.
     """
     with torch.no_grad():
         floats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in changed]
@@ -178,7 +142,7 @@ def step_or_undo(
             )
     with Undo() as undo:  # after an interrupt, too, a step that was to be skipped must be undone
         undo.note(_call_each_once, iter(undoing))
-        result: float | None = optimizer.step(*args, **kwargs)
+        result: float | None = step()
     return result
 
 

@@ -14,7 +14,7 @@ from .._errors import AmpkitWarning, CaptureError
 from .._torch.device.streams import is_capturing
 from .._torch.optimizers import step_hooks
 from .._torch.tensors.modes import without_dispatch_modes
-from .._undo import Undo
+from .._undo import Undo, replace
 from .step_kind import STEP_HOOKS
 
 _REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have other values during the step
@@ -22,25 +22,14 @@ _REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have othe
 
 @dataclass
 class _Rate:
-    """The learning rate of a group.
+    """The learning rate of a group."""
 
-    Attributes:
-        tensor: the tensor that the step reads.
-        filled: the number that was written into it last, None if that is not known.
-    """
-
-    tensor: Tensor
-    filled: float | None = None
+    tensor: Tensor  # what the step reads
+    filled: float | None = None  # the number that was written into it last, None if that is not known
 
 
 class RateTable:
     """A tensor with a row per step and a column per param group.
-
-    Args:
-        steps: how many rows.
-        groups: how many columns.
-        device: of the parameters.
-        dtype: what the optimizer reads a rate in.
 
     Attributes:
         rows: the rate of each group, by step: tensors of shape () in the memory of the table.
@@ -59,12 +48,9 @@ class RateTable:
         self._new, self._on_device = [], False
 
     def add(self, rates: Sequence[float | Tensor | None], steps: int = 1) -> None:
-        """Add the rates of the next steps. A tensor on the device is copied now, because it may change after this.
-
-        Sync: none.
-        """
+        """Add the rates of the next steps. A tensor on the device is copied now, as it may change later. Sync: none."""
         done = len(self._new)
-        if _FLOATS.issuperset(map(type, rates)):
+        if all(type(rate) is float for rate in rates):
             self._new += [[*rates]] * steps  # type: ignore[list-item]  # floats
             return
         numbers = [_NO_NUMBER] * len(rates)
@@ -86,10 +72,10 @@ class RateTable:
         elif self._filled[: len(self._new)] != self._new:
             rest, self._filled = self._filled[len(self._new) :], []
             on_cuda = self._table.is_cuda
+            apart = self._table.shape[2]
+            cells = [[[rate] * apart for rate in row] for row in self._new]
             with without_dispatch_modes():
                 # In new pinned memory each time: the copy of the last rates may not have been done yet.
-                apart = self._table.shape[2]
-                cells = [[[rate] * apart for rate in row] for row in self._new]
                 rates = torch.tensor(cells, dtype=self._table.dtype, device="cpu", pin_memory=on_cuda)
                 self._table[: len(self._new)].copy_(rates, non_blocking=True)
             self._filled = self._new + rest  # after the copy, because an interrupt may come between the two
@@ -97,7 +83,6 @@ class RateTable:
 
 _APART = 16  # bytes from one rate to the next: compiled code copies an input that is less aligned (inductor, ALIGNMENT)
 _NO_NUMBER = float("nan")  # stands for a rate that is None, or on the device
-_FLOATS = frozenset((float,))
 
 
 class CapturableGroups:
@@ -112,10 +97,7 @@ class CapturableGroups:
     On CUDA the loops of RMSprop and Adadelta (`foreach=False`) would read that tensor on the host in every step. Their
     foreach kernels do not, so these run instead, and a warning says so once.
 
-    Args:
-        optimizer: it has the groups.
-        device: of its parameters.
-        holds_numbers: whether a rate that is a number stays one, which a graph holds as a constant, and as float64.
+    With `holds_numbers`, a rate that is a number stays one, which a graph holds as a constant, and as float64.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, holds_numbers: bool = False) -> None:
@@ -173,8 +155,7 @@ class CapturableGroups:
     def reading(self, rates: Sequence[Tensor]) -> Iterator[None]:
         """Context for a step that reads its rates from these tensors: one of shape () per group."""
         with Undo() as undo:
-            undo.note(setattr, self, "_given", None)
-            self._given = rates
+            replace(undo, self, "_given", rates)
             yield
 
     def tensors(self) -> list[Tensor]:

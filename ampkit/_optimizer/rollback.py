@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -30,15 +30,10 @@ class StepChanges:
     step was seen to change. Restoring them undoes the step if it reads no tensor on the host, changes no number there,
     binds no new tensor or memory, and draws no random number. A step that does any of this is not undone. A step that
     creates state tells nothing about the next one, which changes that state, so another step is watched.
-
-    Attributes:
-        incomplete: why a step cannot be undone, in words that follow the optimizer's name; "" as long as nothing speaks
-            against it.
-        wanted: whether steps are to be watched even if no scaler has to undo any of them.
     """
 
-    incomplete: str = ""
-    wanted: bool = False
+    incomplete: str = ""  # why a step cannot be undone, in words that follow the optimizer's name
+    wanted: bool = False  # whether steps are to be watched even if no scaler has to undo any of them
     _settled: "_StepSignature | None" = None
     _seen: set[_Path] = field(default_factory=set)
     _others: list[Tensor] = field(default_factory=list)
@@ -68,22 +63,24 @@ class StepChanges:
             covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
         return covering
 
-    def watch(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Step the optimizer with these arguments, learn what that changes, and return what it returned."""
+    def watch(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Call `step`, which steps the optimizer, learn what that changes, and return what it returned."""
         if self.incomplete:
-            return optimizer.step(*args, **kwargs)
+            return step()
         before = _Reachable(optimizer)
         with _StepWatch() as watch:
-            result: Any = optimizer.step(*args, **kwargs)
+            result = step()
         after = _Reachable(optimizer)
         self._watched += 1
         in_gradients = set(map(storage_address, gradients(optimizer)))
-        kept = [result, *after.tensors.values()]
+        kept = in_gradients.union(map(storage_address, tensors_in([result, *after.tensors.values()])))
+        created = (reference() for reference in watch.created)
+        elsewhere = any(tensor is not None and storage_address(tensor) not in kept for tensor in created)
         self.incomplete = (
             watch.beyond
             or before.changed_to(after)
             or after.why_not_undone(optimizer, watch.written)
-            or watch.kept_elsewhere({storage_address(tensor) for tensor in tensors_in(kept)} | in_gradients)
+            or ("keeps a tensor that it makes outside of its state" if elsewhere else "")
         )
         written = [tensor for tensor in watch.written if storage_address(tensor) not in in_gradients]
         storages = set(map(storage_address, written))
@@ -119,18 +116,12 @@ _DEPTH_OF_OBJECTS = 2  # or into an object; a few attributes further, everything
 
 
 class _Reachable:
-    """Everything that can be reached from an optimizer, by path: tensors, and values on the host.
-
-    Attributes:
-        tensors: the tensors.
-        places: where in memory each of them lies, which `.data =` and `set_` change.
-        numbers: other values, in a form that can be compared with those of a later step.
-    """
+    """Everything that can be reached from an optimizer, by path: tensors, and values on the host."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.tensors: dict[_Path, Tensor] = {}
-        self.places: dict[_Path, Any] = {}
-        self.numbers: dict[_Path, Any] = {}
+        self.places: dict[_Path, Any] = {}  # where in memory each tensor lies, which `.data =` and `set_` change
+        self.numbers: dict[_Path, Any] = {}  # other values, in a form that can be compared with those of a later step
         self._seen: set[int] = {id(optimizer)}
         for name, value in list(vars(optimizer).items()):
             if name not in _OF_TORCH and not name.endswith("_hooks"):
@@ -180,10 +171,7 @@ class _Reachable:
         return ""
 
     def changeable(self, with_gradient: frozenset[int], seen: set[_Path]) -> Iterator[Tensor]:
-        """Yield the tensors that a step may change.
-
-        A parameter without gradient, and its state, is among them only if a watched step has changed it.
-        """
+        """Yield what a step may change: a parameter without gradient, and its state, only if a watched step did so."""
         devices = {tensor.device for tensor in self.tensors.values() if id(tensor) in with_gradient}
         without = {id(t) for p, t in self.tensors.items() if "params" in p[2:3] and id(t) not in with_gradient}
         for path, tensor in self.tensors.items():
@@ -235,19 +223,14 @@ class _SameObject:
 
 
 class _StepWatch(WatchingMode):
-    """Context that notes which tensors a step changes, which ones it creates, and what else it does.
-
-    Attributes:
-        written: tensors from before the step that it changed, or the views of them that it changed.
-        beyond: in words, what the step did besides changing tensors on the device; "" if nothing.
-    """
+    """Context that notes which tensors a step changes, which ones it creates, and what else it does."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self.written: list[Tensor] = []
-        self.beyond = ""
+        self.written: list[Tensor] = []  # from before the step; or the views of them that it changed
+        self.beyond = ""  # in words, what the step did besides changing tensors on the device
         self._new: set[int] = set()  # the addresses of the memory that the step allocated
-        self._created: list[weakref.ref[Tensor]] = []
+        self.created: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note what it does."""
@@ -268,15 +251,8 @@ class _StepWatch(WatchingMode):
         for tensor in returned:
             if (address := storage_address(tensor)) not in known:
                 self._new.add(address)
-                self._created.append(weakref.ref(tensor))
+                self.created.append(weakref.ref(tensor))
         return result
-
-    def kept_elsewhere(self, kept: set[int]) -> str:
-        """Return words if a tensor that the step created is alive, and is in none of these memories; else ""."""
-        alive = [tensor for reference in self._created if (tensor := reference()) is not None]
-        if any(storage_address(tensor) not in kept for tensor in alive):
-            return "keeps a tensor that it makes outside of its state"
-        return ""
 
 
 def _text(path: _Path) -> str:

@@ -36,14 +36,9 @@ class ScaleLimits(NamedTuple):
         return low, math.inf if self.max_scale is None else min(self.max_scale, _LARGEST)
 
     def apply_(self, scale: Tensor, before: Tensor, patience: Tensor, overflow: Tensor, grew: Tensor) -> None:
-        """Take back what torch's rule did to the scale and what these limits forbid. Sync: none.
+        """Take back what torch's rule did to the scale, which was `before`, and what these limits forbid. Sync: none.
 
-        Args:
-            scale: as torch's rule has left it; changed in place.
-            before: what it was before.
-            patience: how many overflows the hysteresis still allows; changed in place.
-            overflow: whether a step of this iteration was skipped, bool.
-            grew: whether the scale has grown, bool.
+        `patience` is how many overflows the hysteresis still allows. It and the scale are changed in place.
         """
         patience.sub_(overflow.int())  # may fall below 0: only its sign counts
         scale.copy_(torch.where(overflow & (patience > 0), before, scale))
@@ -106,28 +101,14 @@ _ARGUMENTS = {
 
 
 def read_number(where: str, name: str, value: Any, *, argument: str | None = None) -> Any:
-    """Return an entry of a state dict as a plain number.
-
-    Args:
-        where: the public function, for the message.
-        name: the entry.
-        value: the value of the entry.
-        argument: the name that the message uses; None uses that of the entry.
-
-    Raises:
-        ValueError: the entry cannot have this value. The message quotes name and value.
-    """
+    """Return an entry of a state dict as a plain number, or raise. The message calls it `argument`, if it has one."""
     if value is None and name in _MAY_BE_NONE:
         return None
     return _read(_TORCHS_ENTRIES.get(name) or _OUR_ENTRIES[name], where, argument or name, value)
 
 
 def read_new_scale(new: Any, device_type: str | None) -> Any:
-    """Return the argument of `GradScaler.update`: a number as a plain number, and None or a tensor as it is.
-
-    Raises:
-        ValueError: it is no number above 0, and no tensor that torch's scaler takes.
-    """
+    """Return the argument of `GradScaler.update`: a number as a plain number, and None or a tensor as it is."""
     if new is None:
         return None
     if not isinstance(new, Tensor):
@@ -149,10 +130,6 @@ def _read(kind: _NumberKind, where: str, name: str, value: Any) -> Any:
 def read_state(state_dict: Any, rule: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state dict as plain numbers. The present rule stands in for entries that are missing.
 
-    Args:
-        state_dict: of torch's scaler or ours.
-        rule: `GradScaler.rule()` of the scaler that loads it.
-
     Raises:
         ValueError: an entry of torch's is missing, or an entry has an impossible value. The message names it.
         RuntimeError: it is empty, as that of a disabled scaler.
@@ -173,11 +150,7 @@ def read_state(state_dict: Any, rule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_limits(given: ScaleLimits, init_scale: float) -> ScaleLimits:
-    """Return the arguments of `GradScaler` that torch's scaler does not have, as plain numbers.
-
-    Raises:
-        ValueError: an argument has an impossible value, or the first scale lies outside the limits.
-    """
+    """Return the arguments of `GradScaler` that torch's scaler does not have, as plain numbers, or raise."""
     _check_limits("GradScaler", given.min_scale, given.max_scale)
     limits = ScaleLimits(**{name: read_number("GradScaler", name, value) for name, value in given._asdict().items()})
     low, high = limits.bounds()
@@ -198,12 +171,7 @@ def _check_limits(where: str, low: Any, high: Any) -> None:
 
 
 def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `torch.amp.GradScaler` by name, numbers as plain numbers.
-
-    Raises:
-        ValueError: an argument has an impossible value. The message names it.
-        TypeError: torch has no such argument.
-    """
+    """Return the arguments of `torch.amp.GradScaler` by name, numbers as plain numbers, or raise."""
     given = inspect.signature(upstream.GradScaler).bind(*args, **kwargs).arguments
     check_instance("GradScaler", "device", given.get("device", "cuda"), (str, torch.device), "a string such as 'cuda'")
     try:

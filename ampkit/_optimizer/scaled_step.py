@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,9 @@ IN_PLACE = "Keep its state in tensors on the device, and change them in place (c
 
 @dataclass(eq=False)
 class ScaledStep:
-    """The optimizer steps of one scaler, each of them skipped where a gradient is not finite.
+    """The optimizer steps of one scaler, each of them skipped where a gradient is not finite."""
 
-    Attributes:
-        undecided: whether the last step waited for the device only to learn what the optimizer changes.
-    """
-
-    undecided: bool = False
+    undecided: bool = False  # whether the last step waited for the device only to learn what the optimizer changes
     _warned: bool = False
     # What steps change whose code is not torch.optim's.
     _changes: weakref.WeakKeyDictionary[Optimizer, StepChanges] | None = None
@@ -42,12 +38,10 @@ class ScaledStep:
             self._changes = weakref.WeakKeyDictionary()
         return self._changes.setdefault(optimizer, StepChanges())
 
-    def step_unscaled(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Step an optimizer of a scaler that does not scale. Return what its `step` returned."""
+    def step_unscaled(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Call `step`, which steps an optimizer of a scaler that does not scale. Return what it returned."""
         changes = None if self._changes is None else self._changes.get(optimizer)
-        if changes is None or not changes.wanted:
-            return optimizer.step(*args, **kwargs)
-        return changes.watch(optimizer, args, kwargs)
+        return step() if changes is None or not changes.wanted else changes.watch(optimizer, step)
 
     def step(
         self,
@@ -56,41 +50,25 @@ class ScaledStep:
         found_inf: Tensor,
         divisor: Tensor | None,
         clip: Tensor | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        step: Callable[[], Any],
     ) -> float | None:
-        """Divide the gradients, clip them and step. Change nothing where `found_inf` is 1.
+        """Do what `divide_and_clip_` does, and call `step`. Change nothing where `found_inf` (float32, shape ()) is 1.
 
-        Args:
-            optimizer: what steps.
-            grads: its gradients. Where its kernel divides them, these stay as they are.
-            found_inf: 0.0 or 1.0, float32, shape (), on the device.
-            divisor: what the gradients are still to be divided by, shape (); None if they are unscaled.
-            clip: what unscaled gradients are to be multiplied by, shape (); None does not clip.
-            args: passed on to `optimizer.step`.
-            kwargs: passed on to `optimizer.step`.
-
-        Returns:
-            What `optimizer.step` returned, None if it was not called.
+        Returns what `step` returned, None if it was not called.
         """
         divisor = divide_and_clip_(optimizer, grads, divisor, clip)
         if not takes_scale(optimizer):
-            return self._skip_or_step(optimizer, grads, found_inf, args, kwargs)
+            return self._skip_or_step(optimizer, grads, found_inf, step)
         stepped: float | None = None
         with kernel_scaling(optimizer, divisor, found_inf):
             if not scales_in_kernel(optimizer):
-                stepped = self._skip_or_step(optimizer, grads, found_inf, args, kwargs)
+                stepped = self._skip_or_step(optimizer, grads, found_inf, step)
             elif seed_momentum(optimizer) or not found_inf.item():  # sync: only for a first step with dampening
-                stepped = optimizer.step(*args, **kwargs)
+                stepped = step()
         return stepped
 
     def _skip_or_step(
-        self,
-        optimizer: Optimizer,
-        grads: Sequence[Tensor],
-        found_inf: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, optimizer: Optimizer, grads: Sequence[Tensor], found_inf: Tensor, step: Callable[[], Any]
     ) -> float | None:
         """Step, and undo the step on the device if it must be skipped. Where it cannot be undone, read `found_inf`."""
         changes: StepChanges | None = None
@@ -108,7 +86,7 @@ class ScaledStep:
         else:
             reason = "keeps its step count on the host"
         if changed is not None:
-            return step_or_undo(optimizer, found_inf, changed, *args, **kwargs)
+            return step_or_undo(step, found_inf, changed)
         if is_capturing():
             reason = reason or "has not been watched enough to know what it changes"
             raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {IN_PLACE}.")
@@ -116,7 +94,7 @@ class ScaledStep:
             self._warn_of_read(optimizer, reason)
         stepped: float | None = None
         if not found_inf.item():  # sync
-            stepped = optimizer.step(*args, **kwargs) if changes is None else changes.watch(optimizer, args, kwargs)
+            stepped = step() if changes is None else changes.watch(optimizer, step)
         return stepped
 
     def _warn_of_read(self, optimizer: Optimizer, reason: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
 from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped, total_norm
-from .preparation import Measured, Prepared, can_be_prepared, measured, prepared
+from .preparation import Prepared, can_be_prepared, divide_and_clip_
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
@@ -193,9 +194,10 @@ class GradScaler(DeviceScale):
     ) -> float | None:
         with Undo() as undo, on_shards(optimizer) as over_ranks:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
+            step = partial(optimizer.step, *args, **kwargs)
             if not self._enabled:
-                step = partial(self._scaled_step.step_unscaled, optimizer, args, kwargs)
-                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, step, over_ranks)
+                unscaled = partial(self._scaled_step.step_unscaled, optimizer, step)
+                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, unscaled, over_ranks)
                 return result  # type: ignore[no-any-return]  # the optimizer's own type
             first = next(iter(inspect.signature(optimizer.step).parameters), "") if args and callable(args[0]) else ""
             if "closure" in kwargs or first == "closure":
@@ -215,17 +217,29 @@ class GradScaler(DeviceScale):
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
-            found = self._measured(optimizer, grads, state, norm_type, over_ranks)
-            self.grad_norm, self.found_inf = found.norm, found.found_inf
-            clip = None if max_norm is None else clip_coefficient(found.norm, max_norm)
-            return self._step_scaled(optimizer, grads, found.divisor, clip, args, kwargs)
+            self.grad_norm, self.found_inf, divisor = self._measured(optimizer, grads, norm_type, over_ranks)
+            clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
+            return self._step_scaled(optimizer, grads, divisor, clip, step)
 
     def _measured(
-        self, optimizer: Any, grads: list[Tensor], state: dict[str, Any], norm_type: float, over_ranks: OverRanks
-    ) -> Measured:
+        self, optimizer: Any, grads: list[Tensor], norm_type: float, over_ranks: OverRanks
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return norm and `found_inf` of the unscaled gradients, and what they are still to be divided by, or None."""
         scale, _ = self._check_scale_growth_tracker("step")
-        found_infs = state["found_inf_per_device"].values() if state["stage"] is OptState.UNSCALED else None
-        return measured(optimizer, grads, scale, found_infs, norm_type, over_ranks)
+        state = self._per_optimizer_states[id(optimizer)]
+        is_unscaled = state["stage"] is OptState.UNSCALED
+        divisor = None if is_unscaled else scale
+        preset = getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
+        if preset is not None:
+            preset = preset.reshape(()).to(scale.device, non_blocking=True)
+            divisor = preset if divisor is None else divisor * preset
+        norm = total_norm(grads, scale.device, norm_type, over_ranks)
+        unscaled = norm if divisor is None else norm / divisor
+        if is_unscaled:
+            found = any_found(state["found_inf_per_device"].values(), scale.device)
+        else:  # also 1 for nan; two kernels, isfinite takes four. Made in the default dtype, which may be float64
+            found = torch.where(norm < torch.inf, 0.0, 1.0).float()
+        return unscaled, found, divisor
 
     def _step_scaled(
         self,
@@ -233,15 +247,14 @@ class GradScaler(DeviceScale):
         grads: list[Tensor],
         divisor: Tensor | None,
         clip: Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        step: Callable[[], Any],
     ) -> float | None:
         """Step or skip, by the `found_inf` that was measured."""
         assert self.found_inf is not None  # set by the caller
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = {self.found_inf.device: self.found_inf} if grads else {}
-        stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, args, kwargs)
+        stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, step)
         state["stage"] = OptState.STEPPED
         self._count()
         return stepped
@@ -264,9 +277,11 @@ class GradScaler(DeviceScale):
         if not self._enabled:
             norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
             return Prepared(norm, None)
-        state = self._per_optimizer_states[id(optimizer)]
-        found = self._measured(optimizer, gradients(optimizer), state, 2.0, ONE_RANK)
-        return prepared(optimizer, found, max_norm)
+        grads = gradients(optimizer)
+        norm, found_inf, divisor = self._measured(optimizer, grads, 2.0, ONE_RANK)
+        clip = None if max_norm is None else clip_coefficient(norm, max_norm)
+        divide_and_clip_(optimizer, grads, divisor, clip)
+        return Prepared(norm, found_inf)
 
     def prepare_apart(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
         """Unscale the gradients, and then clip them, as a loop does that is written with torch alone.
@@ -307,9 +322,9 @@ class GradScaler(DeviceScale):
         self._scaled_step.undecided = False
         if found.found_inf is None:
             seed_late_momentum(optimizer)
-            self._scaled_step.step_unscaled(optimizer, args, {})
+            self._scaled_step.step_unscaled(optimizer, partial(optimizer.step, *args))
         else:
-            self._step_scaled(optimizer, gradients(optimizer), None, None, (), {})
+            self._step_scaled(optimizer, gradients(optimizer), None, None, optimizer.step)
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any

@@ -21,26 +21,17 @@ _ELEMENTWISE = (Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAd
 
 @dataclass(frozen=True, eq=False)
 class OverRanks:
-    """What makes the norms of whole gradients of the norms of their shards.
+    """What makes the norms of whole gradients of the norms of their shards."""
 
-    Args:
-        group: the ranks that have the shards; None if gradients are not split, or if torch computes with DTensors.
-    """
-
-    _group: Any = None
+    _group: Any = None  # the ranks that have the shards; None if gradients are not split, or torch has DTensors
 
     def __bool__(self) -> bool:
         return self._group is not None
 
     def norms(self, norms: Tensor, norm_type: float) -> Tensor:
-        """Return the norms over all ranks, the same bits on each of them. One is not finite if it is not on some rank.
+        """Return the norms over all ranks, of those of the shards: shape (n,). One is not finite if a shard's is not.
 
-        They have the bits of torch.nn.utils.clip_grad_norm_, which computes them in the same way.
-
-        Args:
-            norms: the norm of each gradient's shard on this rank, shape (n,), float32 or float64.
-            norm_type: of the p-norms; inf is the largest magnitude.
-
+        Each rank gets the same bits, those of torch.nn.utils.clip_grad_norm_, which computes them in the same way.
         Sync: none. One all_reduce of n numbers.
         """
         if self._group is None:
@@ -65,9 +56,6 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
     Kernels of torch that do not take DTensors take these, and the others run without the host time of DTensor's
     dispatch. State that the step makes is a DTensor afterwards, as torch's own steps make it. Does nothing unless all
     parameters are split over one process group, and the step does the same to each element.
-
-    Yields:
-        What makes the norms of whole gradients.
     """
     params, kind = parameters(optimizer), sharded_class()
     groups: dict[int, Any] = {}

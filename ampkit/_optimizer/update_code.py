@@ -13,23 +13,14 @@ from .scale_rule import SMALLEST, ScaleLimits
 
 
 class Constants(NamedTuple):
-    """What is a constant in compiled code.
+    """What is a constant in compiled code."""
 
-    Attributes:
-        groups: the options of each param group that has parameters with gradients, in the order of their names.
-        sizes: how many such parameters each of them has.
-        is_sgd: whether it is SGD, else it is Adam or AdamW.
-        max_norm: clip to this; None does not clip.
-        rule: growth factor, backoff factor and growth interval of the loss scale; None without a loss scale.
-        limits: what else bounds the loss scale; None if only torch's rule does.
-    """
-
-    groups: tuple[tuple[Any, ...], ...]
-    sizes: tuple[int, ...]
-    is_sgd: bool
+    groups: tuple[tuple[Any, ...], ...]  # of each param group that has parameters with gradients, the options
+    sizes: tuple[int, ...]  # how many such parameters each of them has
+    is_sgd: bool  # else it is Adam or AdamW
     max_norm: float | None
-    rule: tuple[float, float, int] | None
-    limits: ScaleLimits | None
+    rule: tuple[float, float, int] | None  # growth factor, backoff factor and growth interval of the loss scale
+    limits: ScaleLimits | None  # None if only torch's rule bounds the loss scale
 
 
 class Tensors(NamedTuple):
@@ -37,22 +28,14 @@ class Tensors(NamedTuple):
 
     torch 2.11 may drop what compiled code does in place to a float64 tensor of shape () on the CPU, because it takes
     such a tensor for a number of Python (torch/fx/passes/_tensorify_python_scalars.py).
-
-    Attributes:
-        params: the parameters that have a gradient.
-        grads: their gradients, in any floating dtype.
-        states: by parameter: the tensors that the optimizer keeps of its shape.
-        counts: the step count of each parameter; none for SGD.
-        rates: the learning rate of each group.
-        scale: the tensors of the loss scale, by name.
     """
 
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[list[Tensor]]
-    counts: list[Tensor]
-    rates: list[Tensor]
-    scale: dict[str, Tensor]
+    params: list[Tensor]  # those that have a gradient
+    grads: list[Tensor]  # in any floating dtype
+    states: list[list[Tensor]]  # by parameter: the tensors that the optimizer keeps of its shape
+    counts: list[Tensor]  # the step count of each parameter; none for SGD
+    rates: list[Tensor]  # by group
+    scale: dict[str, Tensor]  # the tensors of the loss scale
 
 
 def update(constants: Constants, tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:

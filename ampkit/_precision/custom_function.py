@@ -177,9 +177,7 @@ def _decorate_forward(
         has_ctx = 1 if args and hasattr(args[0], "save_for_backward") else 0
         ctx, inputs = args[:has_ctx], args[has_ctx:]
         device = device_type or _inferred("custom_fwd", method, (inputs, kwargs))
-        enabled = device is not None and torch.is_autocast_enabled(device)
-        if has_ctx:
-            _record(args[0], device, enabled and cast_inputs is None)
+        enabled = _recorded(args[0] if has_ctx else None, device, cast_inputs)
         if device is None or not enabled:
             return method(*args, **kwargs)
         if cast_inputs is None:
@@ -204,8 +202,7 @@ def _decorate_setup_context(
         # autograd calls this right after forward, on the same thread and under the same autocast. So forward has to
         # hand over nothing but the dtypes before `cast_outputs`, and its outputs carry these.
         device = device_type or _inferred("custom_fwd", method, inputs)
-        enabled = device is not None and torch.is_autocast_enabled(device)
-        _record(ctx, device, enabled and cast_inputs is None)
+        enabled = _recorded(ctx, device, cast_inputs)
         before: list[torch.dtype | None] = []
         for value in output if isinstance(output, tuple) else (output,):
             before.append(getattr(value, _DTYPE_BEFORE_CAST, None) if isinstance(value, Tensor) else None)
@@ -223,11 +220,14 @@ def _decorate_setup_context(
     return setup_context
 
 
-def _record(ctx: Any, device: str | None, enabled: bool) -> None:
-    """Put on ctx under which autocast state backward has to run."""
-    setattr(ctx, _DEVICE_TYPE, device)
-    setattr(ctx, _AUTOCAST_ENABLED, enabled)
-    setattr(ctx, _AUTOCAST_DTYPE, None if device is None else torch.get_autocast_dtype(device))
+def _recorded(ctx: Any, device: str | None, cast_inputs: torch.dtype | None) -> bool:
+    """Return whether autocast is on. Put on ctx, if there is one, under which autocast state backward has to run."""
+    enabled = device is not None and torch.is_autocast_enabled(device)
+    if ctx is not None:
+        setattr(ctx, _DEVICE_TYPE, device)
+        setattr(ctx, _AUTOCAST_ENABLED, enabled and cast_inputs is None)
+        setattr(ctx, _AUTOCAST_DTYPE, None if device is None else torch.get_autocast_dtype(device))
+    return enabled
 
 
 def _cast_outputs(ctx: Any, outputs: Any, device: str, dtype: torch.dtype) -> Any:
@@ -347,11 +347,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _inferred(decorator: str, method: Callable[..., Any], tree: Any) -> str | None:
-    """Return the device type of the tensors, None if all are meta tensors, which have no autocast.
-
-    Raises:
-        ValueError: there are no tensors, or tensors on two kinds of accelerator.
-    """
+    """Return the device type of the tensors, None if all are meta tensors, which have no autocast, or raise."""
     problem = ""
     found: set[str] = set()
     if torch.compiler.is_compiling():  # dynamo cannot trace the other branch

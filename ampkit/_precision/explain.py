@@ -5,7 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_ModelCall = tuple[nn.Module, Any, Any]  # a model, its inputs and its keyword arguments
 _UNKNOWN = "needs a CUDA build"
 _COLUMNS = ("module", "operation", "in", "compute", "out", "runs", "casts", "kept")
 _BLOCK_NUMBER = re.compile(r"(?:^|(?<=_))\d+$")  # in a part of a path: "3" in "3", "12" in "layer_12"
@@ -158,15 +157,11 @@ def explain(
     policy = read_policy("explain", policy)
     call = model, inputs, kwargs
     with fake_device(device_type):
-        copied = _copied(call, device_type, None)
-        if policy is not None and changes_model(policy):
-            policy.apply(copied[0])
-        recorder, stopped = _record(copied, nullcontext() if policy is None else policy.autocast(device_type))
-        plain, _ = _record(_copied(call, device_type, torch.float32), Policy().autocast(device_type))
-    name = "autocast as it was" if policy is None else str(policy)
+        recorder, stopped = _recorded(call, device_type, policy)
+        plain, _ = _recorded(call, device_type, Policy(), torch.float32)
     return Explanation(
         device_type=device_type,
-        policy=name,
+        policy="autocast as it was" if policy is None else str(policy),
         training=model.training,
         rows=recorder.rows(),
         totals=recorder.totals(),
@@ -176,7 +171,10 @@ def explain(
     )
 
 
-def _copied(call: _ModelCall, device_type: str, dtype: torch.dtype | None) -> _ModelCall:
+def _recorded(
+    call: tuple[nn.Module, Any, Any], device_type: str, policy: Policy | None, dtype: torch.dtype | None = None
+) -> tuple[OpRecorder, str | None]:
+    """Run a fake copy of a model and its arguments. Return the recorder, and where the run stopped, None if nowhere."""
     model, inputs, kwargs = call
     try:
         model, inputs, kwargs = fake_copy(call, device_type, dtype)
@@ -186,12 +184,9 @@ def _copied(call: _ModelCall, device_type: str, dtype: torch.dtype | None) -> _M
         for module in model.modules():  # a policy that the model has would cast the copy to other dtypes
             if applied := vars(module).get(module_rules.APPLIED):
                 module_rules.remove(module, applied.rules)
-    return model, inputs, kwargs
-
-
-def _record(call: _ModelCall, autocast: AbstractContextManager[Any]) -> tuple[OpRecorder, str | None]:
-    """Run a fake copy. Return the recorder, and where the run stopped, None if it did not."""
-    model, inputs, kwargs = call
+    if policy is not None and changes_model(policy):
+        policy.apply(model)
+    autocast = nullcontext() if policy is None else policy.autocast(device_type)
     recorder = OpRecorder(model)
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), autocast, recorder:
         try:

@@ -16,6 +16,7 @@ from .._torch.tensors.fake_tensors import autocast_without_cuda, fake_tensor_mod
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.operators import has_kernel, kernels, op_overload
 from .._torch.tensors.tree import tree_flatten
+from .._undo import Undo, replace
 
 
 def can_save_for_backward(device_type: str) -> bool:
@@ -33,40 +34,35 @@ def fake_device(device_type: str) -> Iterator[None]:
 
     Gradients are on if they were on before and `can_save_for_backward` allows it.
 
-    Some operations ask the device which kernel to use. Without a device they are replaced, for the whole process, by
-    functions that use what a recent GPU would use. So no other thread may run these operations in the meantime.
+    Attention asks the device which kernel to use. Without a device it is replaced, for the whole process, by a function
+    that uses what a recent GPU would use. So no other thread may run this operation in the meantime.
     """
-    fastpath, grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fast path is one operation, which has no fake kernel
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True  # it would log the traceback of errors that are raised anyway
-    try:
-        with ExitStack() as stack:
-            if device_type == "cuda" and not torch.cuda.is_available():
-                stack.enter_context(autocast_without_cuda())
-                stack.enter_context(kernels(_WITHOUT_DEVICE, ("AutogradCUDA", "CUDA")))
-            if device_type == "cuda":
-                missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(f"aten::{name}", "Meta")}
-                stack.enter_context(kernels(missing, ("Meta",)))
-            # In inference mode, dispatch modes would see `linear` and `to`, not the operations that they consist of.
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(grad and can_save_for_backward(device_type)))
-            stack.enter_context(fake_tensor_mode(allow_non_fake_inputs=True))
-            stack.enter_context(_RecurrentOnCudnn())
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-        logger.disabled = before
+    grad = torch.is_grad_enabled()
+    with Undo() as undo, ExitStack() as stack:
+        undo.note(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path is one operation, which has no fake kernel
+        # It would log the traceback of errors that are raised anyway.
+        replace(undo, logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        if device_type == "cuda" and not torch.cuda.is_available():
+            stack.enter_context(autocast_without_cuda())
+            stack.enter_context(kernels({"scaled_dot_product_attention": _attention}, ("AutogradCUDA", "CUDA")))
+        if device_type == "cuda":
+            missing = {name: fn for name, fn in _WITHOUT_META.items() if not has_kernel(f"aten::{name}", "Meta")}
+            stack.enter_context(kernels(missing, ("Meta",)))
+        # In inference mode, dispatch modes would see `linear` and `to`, not the operations that they consist of.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad and can_save_for_backward(device_type)))
+        stack.enter_context(fake_tensor_mode(allow_non_fake_inputs=True))
+        stack.enter_context(_RecurrentOnCudnn())
+        yield
 
 
 def fake_copy(tree: Any, device_type: str, dtype: torch.dtype | None = None) -> Any:
     """Return a deep copy in which every tensor, also in modules, is a fake one. Call it within `fake_device`.
 
-    Args:
-        tree: what to copy. Its tensors may be on any device, also on meta. Their values are not read.
-        device_type: the device of the copies. A module's tensors that are neither parameters nor buffers stay on their
-            device, as with `nn.Module.to`, unless that is meta.
-        dtype: dtype of the floating tensors in the copy. None keeps their dtypes.
+    Tensors may be on any device, also on meta, and their values are not read. A module's tensors that are neither
+    parameters nor buffers stay on their device, as with `nn.Module.to`, unless that is meta. `dtype` is for floating
+    tensors; None keeps their dtypes.
     """
     memo: dict[int, Any] = {}  # for copy.deepcopy: what takes the place of an object, by its id
 
@@ -135,18 +131,8 @@ def _attention(
     )[0]
 
 
-# Operations of ATen that ask the device which kernel to use, and what runs instead where there is no device.
-_WITHOUT_DEVICE = {"scaled_dot_product_attention": _attention}
-
-
 def _recurrent_backward(
-    input: Tensor,
-    weights: list[Tensor],
-    weight_stride: int,
-    weight_buf: Tensor,
-    hidden: Tensor,
-    cell: Tensor | None,
-    *more: Any,
+    input: Tensor, weights: list[Tensor], stride: int, buffer: Tensor, hidden: Tensor, cell: Tensor | None, *more: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Return gradients of input, states and weights, in the shapes of _cudnn_rnn_backward."""
     of_cell = None if cell is None else torch.empty_like(cell)
@@ -155,11 +141,7 @@ def _recurrent_backward(
 
 
 def _gru_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    hidden: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_gates: Tensor, hidden_gates: Tensor, hidden: Tensor, *biases: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the next state, and a workspace for backward that is five times as large (ATen/native/cuda/RNN.cu)."""
     return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), 5 * hidden.size(1))

@@ -44,19 +44,8 @@ class _Applied(NamedTuple):
     dtypes: dict[str, torch.dtype]  # by path: what the parameters and buffers that were cast had before
 
 
-class _Assignment(NamedTuple):
-    """What rules mean for the modules and tensors of one model."""
-
-    rules: dict[nn.Module, _ForwardRule]
-    tensors: dict[str, tuple[Tensor, torch.dtype]]  # parameters and buffers by path, with the dtype to cast them to
-
-
 def module_key(key: object) -> ModuleKey:
-    """Return `key` if it is what a rule for modules can have: a class of modules, a path, or a regular expression.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Return `key` if a rule can have it: a class of modules, a path, or a regular expression. Raise otherwise."""
     if isinstance(key, type) and issubclass(key, nn.Module):
         return key
     if not isinstance(key, str):
@@ -77,11 +66,7 @@ def key_text(key: ModuleKey) -> str:
 
 
 def class_named(name: str) -> type[nn.Module]:
-    """Return the class of modules with this full name. Imports its module.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of modules with this full name, whose module is imported. Raise if there is none."""
     parts = name.split(".")
     if all(part.isidentifier() for part in parts):
         for cut in range(len(parts) - 1, 0, -1):
@@ -97,16 +82,12 @@ def class_named(name: str) -> type[nn.Module]:
 
 
 def apply(model: nn.Module, wanted: ModuleRules) -> None:
-    """Put rules on `model`, replacing earlier ones, and cast its parameters and buffers.
-
-    Raises:
-        ValueError: see `Policy.apply`. The model is unchanged then.
-    """
-    assigned = _assign(model, wanted)
+    """Put rules on `model`, replacing earlier ones, and cast its tensors. If it raises, the model is unchanged."""
+    rules, tensors = _assign(model, wanted)
     before = _take_off("apply", model)
-    for module, rule in assigned.rules.items():
+    for module, rule in rules.items():
         module.__class__ = _subclass(type(module), rule)
-    for path, (tensor, dtype) in assigned.tensors.items():
+    for path, (tensor, dtype) in tensors.items():
         if tensor.dtype is not dtype:
             before.setdefault(path, tensor.dtype)
             _cast_in_place(tensor, dtype)
@@ -114,11 +95,7 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
 
 
 def remove(model: nn.Module, rules: ModuleRules) -> None:
-    """Take rules off `model`, and cast its parameters and buffers back.
-
-    Raises:
-        ValueError: the model has other rules, or none.
-    """
+    """Take rules off `model`, and cast its parameters and buffers back. Raise if the model has other rules, or none."""
     applied: _Applied | None = vars(model).get(APPLIED)
     if applied is None or applied.rules != rules:
         other = "another policy is" if applied else "no policy is"
@@ -136,19 +113,17 @@ def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
         return "its module rules are not on the model. Call policy.apply(model) first."
     for module, applied in found:
         if applied.rules == wanted:
-            for path, (tensor, dtype) in _assign(module, wanted).tensors.items():
+            for path, (tensor, dtype) in _assign(module, wanted)[1].items():
                 if tensor.dtype is not dtype:
                     return f"{path} is {tensor.dtype}, and its rules want {dtype}. Call policy.apply(model) again."
             return ""
     return "the model follows the rules of another policy. Call policy.apply(model) with this one."
 
 
-def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
-    """Return what these rules mean for each module and tensor of `model`.
-
-    Raises:
-        ValueError: they contradict each other, or a module cannot have its rule.
-    """
+def _assign(
+    model: nn.Module, wanted: ModuleRules
+) -> tuple[dict[nn.Module, _ForwardRule], dict[str, tuple[Tensor, torch.dtype]]]:
+    """Return what these rules mean for each module of `model`, and by path each tensor with the dtype to cast it to."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -183,7 +158,7 @@ def _assign(model: nn.Module, wanted: ModuleRules) -> _Assignment:
         if why:
             place = f"module {paths[module][0]!r} ({type(module).__name__})"
             raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
-    return _Assignment(rules, _tensor_dtypes(model, param_dtypes))
+    return rules, _tensor_dtypes(model, param_dtypes)
 
 
 def _choose(
@@ -215,8 +190,8 @@ def _choose(
         if deciding:
             chosen[module] = deciding[0][1]
     for key in unused:
-        problem = f"the rule {key_text(key)} matches no module. {_suggestion(key, paths)}"
-        raise ValueError(f"Policy.apply({type(model).__name__}): {problem}")
+        where = f"Policy.apply({type(model).__name__})"
+        raise ValueError(f"{where}: the rule {key_text(key)} matches no module. {_suggestion(key, paths)}")
     return chosen
 
 
@@ -239,9 +214,7 @@ def _tensor_dtypes(
     for prefix, module in model.named_modules():
         parameters, buffers, _ = module_tables(module)
         for name, tensor in (*parameters.items(), *buffers.items()):
-            if tensor is None or not tensor.is_floating_point():
-                continue
-            if name in buffers and tensor.dtype not in CASTABLE:
+            if tensor is None or not tensor.is_floating_point() or (name in buffers and tensor.dtype not in CASTABLE):
                 continue
             path = f"{prefix}.{name}".lstrip(".")
             other = first.setdefault(tensor, path)
@@ -264,11 +237,7 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _take_off(call: str, model: nn.Module) -> dict[str, torch.dtype]:
-    """Give every module its own class back. Return by path the dtypes that tensors had before any policy.
-
-    Raises:
-        ValueError: a module's class is a subclass of one that a rule gave it. The model is unchanged then.
-    """
+    """Give every module its own class back. Return by path the dtypes that tensors had before any policy."""
     for path, module in model.named_modules():
         if type(module) not in _ORIGINALS and any(cls in _ORIGINALS for cls in type(module).__mro__):
             raise ValueError(

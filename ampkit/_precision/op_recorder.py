@@ -68,18 +68,11 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a forward pass.
+    """Sums over a forward pass. `Explanation` explains them."""
 
-    Args:
-        casts: how many casts between floating dtypes ran.
-        cast_bytes: how many bytes they read and write.
-        casts_back: how many of them have an input that requires a gradient. Backward casts that gradient back.
-        saved_bytes: how many bytes are kept for backward. Inputs are counted, parameters and buffers are not.
-    """
-
-    casts: int
-    cast_bytes: int
-    casts_back: int
+    casts: int  # between floating dtypes
+    cast_bytes: int  # that they read and write
+    casts_back: int  # how many of them have an input that requires a gradient
     saved_bytes: int
 
 
@@ -105,13 +98,9 @@ class _StorageRecord:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Context that records the operations of a model. The tensors may be real or fake.
+    """Context that records the operations of a model, which has hooks meanwhile. The tensors may be real or fake.
 
     Compiled code runs as eager code in the context, so that its operations are seen. Afterwards it runs compiled again.
-
-    Args:
-        model: the model whose modules' paths the rows show. It has hooks while the context is entered.
-
     Sync: none. Keeps no tensor alive.
     """
 
@@ -151,7 +140,7 @@ class OpRecorder(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._undo.close()
 
-    def _pop(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _pop(self, name: str, *_: Any) -> None:
         while self._path and self._path.pop() != name:
             pass  # a module inside raised an error, which was caught, so its hook did not run
 
@@ -236,11 +225,8 @@ class OpRecorder(TorchDispatchMode):
         for storage in self._storages.values():
             if storage.made_by is not None:
                 (storage.made_by.used_by or storage.made_by).saved += storage.saved
-        rows = [
-            replace(op.row, casts=op.casts or int(op.is_cast), saved_bytes=op.saved)
-            for op in self._ops
-            if op.used_by is None
-        ]
+        shown = (op for op in self._ops if op.used_by is None)
+        rows = [replace(op.row, casts=op.casts or int(op.is_cast), saved_bytes=op.saved) for op in shown]
         return tuple(merged(list(group)) for _, group in groupby(rows, lambda row: row.dtypes))
 
     def totals(self) -> Totals:

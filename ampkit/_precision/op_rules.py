@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -63,7 +64,7 @@ def op_name(key: object) -> str:
     if isinstance(key, str):
         found = _canonical(key)
     else:
-        found = _name_of(key) if callable(key) else ""
+        found = _names().get(key, "") if callable(key) else ""
     if found in _spellings():
         return found
     name = key if isinstance(key, str) else str(getattr(key, "__name__", "")) or shown(key)
@@ -89,27 +90,25 @@ def _canonical(dotted: str) -> str:
     return _ALIASES.get(name) or name
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return the operation that a function is, "" if function modes do not see it or if it writes in place."""
-    dotted = resolve_name(function) if function in _overridable() else None
-    name = _canonical(dotted) if dotted else ""
-    return "" if name.startswith("_") or name.endswith("_") else name
-
-
 @lru_cache(maxsize=1)
-def _overridable() -> frozenset[Callable[..., Any]]:
-    listed = (function for functions in get_overridable_functions().values() for function in functions)
+def _names() -> dict[Callable[..., Any], str]:
+    """Return the operation that a function is, for all that function modes see, except those that write in place."""
+    names = {}
     # torch leaves these two out of its list, but function modes see them like the others.
-    return frozenset([*listed, F.hardswish, F.hardsigmoid])
+    for function in chain(*get_overridable_functions().values(), [F.hardswish, F.hardsigmoid]):
+        dotted = resolve_name(function)
+        name = _canonical(dotted) if dotted else ""
+        if name and not name.startswith("_") and not name.endswith("_"):
+            names[function] = name
+    return names
 
 
 @lru_cache(maxsize=1)
 def _spellings() -> dict[str, frozenset[Callable[..., Any]]]:
     """Return all functions and methods by which each operation can be called."""
     found: dict[str, set[Callable[..., Any]]] = {}
-    for function in _overridable():
-        if name := _name_of(function):
-            found.setdefault(name, set()).add(function)
+    for function, name in _names().items():
+        found.setdefault(name, set()).add(function)
     for name, functions in found.items():
         # torch.compile traces some Python functions (F.pad) down to the builtin that they call.
         if builtin := nn_builtin(name):
@@ -126,9 +125,7 @@ def define(ops: OpRules) -> None:
                 try:
                     parameters = list(inspect.signature(function).parameters)
                     mutating = tuple((each, parameters.index(each)) for each in _MUTATING if each in parameters)
-                except (
-                    ValueError
-                ):  # builtins have no signature; the only such argument is `out`, and it is keyword-only
+                except ValueError:  # builtins have no signature; they have `out` only, and it is keyword-only
                     mutating = (("out", _KEYWORD_ONLY),)
                 table[function] = (rule, any(part in name for part in _INPUT_ONLY), mutating)
         in_python = tuple(item for item in table.items() if isinstance(item[0], FunctionType))
@@ -138,14 +135,7 @@ def define(ops: OpRules) -> None:
 
 @contextmanager
 def op_rules_context(ops: OpRules, device_type: str, autocast: torch.autocast) -> Iterator[None]:
-    """Context in which these rules hold, and autocast for operations without a rule.
-
-    Args:
-        ops: rules that `define` was called with.
-        device_type: the rules cast tensors on this type of device only. An operation with a rule runs without its
-            autocast.
-        autocast: a context, which is entered as well.
-    """
+    """Context in which rules that `define` knows hold on one type of device, and `autocast` for other operations."""
     with autocast, _MODES[ops](device_type):
         yield
 

@@ -5,20 +5,20 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .._arguments import check_choice
 from .._text import error_line
-from .._torch.tensors.fake_tensors import fake_tensor_mode
+from .._torch.tensors.fake_tensors import autocast_without_cuda, fake_tensor_mode
 from .._torch.tensors.modes import TorchDispatchMode
-from .._torch.tensors.operators import METADATA_OPS, TO_COPY, op_overload, op_schema, ops_with_kernel
+from .._torch.tensors.operators import METADATA_OPS, TO_COPY, call_from_binding, op_overload, op_schema, ops_with_kernel
 from .._torch.tensors.tree import tree_flatten
 
 # Each rule and what it does, in the order of printing. "Inputs" are the floating tensors, except float64.
@@ -205,13 +205,14 @@ def op_table(device_type: str = "cuda") -> OpTable:
     check_choice("op_table", "device_type", device_type, DEVICE_TYPES)
     rules: dict[str, str] = {}
     notes: dict[str, str] = {}
-    for name in ops_with_kernel(DEVICE_TYPES[device_type]):
-        try:
-            rules[name], note = _Probe(op_overload(name), device_type).rule()
-        except Exception as error:  # an operation of another library may do anything, and belongs into the table
-            rules[name], note = "unknown", error_line(error)
-        if note:
-            notes[name] = note
+    with autocast_without_cuda() if device_type == "cuda" else nullcontext():
+        for name in ops_with_kernel(DEVICE_TYPES[device_type]):
+            try:
+                rules[name], note = _rule(op_overload(name), device_type)
+            except Exception as error:  # an operation of another library may do anything, and belongs into the table
+                rules[name], note = "unknown", error_line(error)
+            if note:
+                notes[name] = note
     for name in notes:
         # Named tensors do not pass through dispatch modes. Other rules can be seen all the same: autocast casts before
         # the operation looks for the name.
@@ -224,72 +225,62 @@ def op_table(device_type: str = "cuda") -> OpTable:
     return OpTable(device_type, str(torch.__version__), rules, notes)
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """What one call did, up to the first operation that is no cast."""
+def _rule(op: Any, device_type: str) -> tuple[str, str]:
+    """Call an operation with and without autocast. Return its rule, and if that is "unknown" the reason."""
+    call = partial(_watched_call, op, device_type)
 
-    casts: "Counter[tuple[torch.dtype, torch.dtype]]"  # from and to
-    arguments: tuple[Any, ...] | None = None  # of that operation, without tensors; None if it was not reached
-    error: str = ""
+    def casts_of_autocast(*dtypes: torch.dtype) -> "Counter[tuple[torch.dtype, torch.dtype]]":
+        return call(dtypes, True).casts - call(dtypes, False).casts
+
+    down, up = (torch.float32, _LOW), (_LOW, torch.float32)
+    with torch.inference_mode(False), fake_tensor_mode():  # inference mode hides casts from dispatch modes
+        # Low-precision weights come first: with float32 ones _cudnn_rnn would ask the device how to lay them out.
+        mixed = casts_of_autocast(*down)
+        if mixed[down] or casts_of_autocast(torch.float32)[down]:
+            return "lower", ""
+        low, plain = call((_LOW,), True), call((_LOW,), False)
+        if (low.casts - plain.casts)[up]:
+            return "float32", ""
+        if (mixed + casts_of_autocast(*up))[up]:
+            return "promote", ""
+    if low.arguments is not None and plain.arguments is not None:
+        added = Counter(map(repr, low.arguments)) - Counter(map(repr, plain.arguments))
+        if "torch.float32" in added or "True" in added:  # or softmax's half_to_float, which follows from it
+            return "float32 dtype argument", ""
+    if low.error and low.error != plain.error:
+        return "banned", ""
+    return "unknown", low.error or "autocast changes nothing about the call"
 
 
-@dataclass(frozen=True, eq=False)
-class _Probe:
-    """Finds the rule of one operation by calling it with and without autocast."""
+def _watched_call(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], enabled: bool) -> "_CastCounter":
+    """Call an operation on tensors of these dtypes (of the last one, if it takes more), and end the call after casts.
 
-    _op: Any
-    _device_type: str
+    The shapes of most arguments are wrong, but casts come before torch checks them.
+    """
+    made = iter(dtypes)
 
-    def rule(self) -> tuple[str, str]:
-        """Return the rule, and if it is "unknown" the reason."""
-        down, up = (torch.float32, _LOW), (_LOW, torch.float32)
-        with torch.inference_mode(False), fake_tensor_mode():  # inference mode hides casts from dispatch modes
-            # Low-precision weights come first: with float32 ones _cudnn_rnn would ask the device how to lay them out.
-            mixed = self._casts_of_autocast(*down)
-            if mixed[down] or self._casts_of_autocast(torch.float32)[down]:
-                return "lower", ""
-            low, plain = self._call((_LOW,), True), self._call((_LOW,), False)
-            if (low.casts - plain.casts)[up]:
-                return "float32", ""
-            if (mixed + self._casts_of_autocast(*up))[up]:
-                return "promote", ""
-        if low.arguments is not None and plain.arguments is not None:
-            added = Counter(map(repr, low.arguments)) - Counter(map(repr, plain.arguments))
-            if "torch.float32" in added or "True" in added:  # or softmax's half_to_float, which follows from it
-                return "float32 dtype argument", ""
-        if low.error and low.error != plain.error:
-            return "banned", ""
-        return "unknown", low.error or "autocast changes nothing about the call"
+    def tensor() -> Tensor:
+        return torch.empty(2, 2, 2, device=device_type, dtype=next(made, dtypes[-1]))
 
-    def _casts_of_autocast(self, *dtypes: torch.dtype) -> "Counter[tuple[torch.dtype, torch.dtype]]":
-        return self._call(dtypes, True).casts - self._call(dtypes, False).casts
-
-    def _call(self, dtypes: tuple[torch.dtype, ...], enabled: bool) -> _Observed:
-        """Call the operation on tensors of these dtypes, and end the call after the casts.
-
-        If it takes more tensors, they have the last of the dtypes.
-        """
-        made = iter(dtypes)
-
-        args, kwargs = _arguments(
-            self._op, lambda: torch.empty(2, 2, 2, device=self._device_type, dtype=next(made, dtypes[-1]))
-        )
-        counter = _CastCounter()
-        try:
-            with warnings.catch_warnings(), _autocast_state(self._device_type, enabled), counter:
-                warnings.simplefilter("ignore")
-                # The call runs inside torch.add. Elsewhere a warning of C++ code would be printed, not filtered here.
-                with _CallInstead(lambda: self._op(*args, **kwargs)):
-                    torch.add(0, 0)
-        except _StopError as stop:
-            return _Observed(counter.casts, stop.args)
-        except Exception as error:
-            return _Observed(counter.casts, error=error_line(error))
-        return _Observed(counter.casts)
+    parameters = op_schema(op).arguments
+    args = [_argument(parameter, tensor) for parameter in parameters if not parameter.kwarg_only]
+    kwargs = {parameter.name: _argument(parameter, tensor) for parameter in parameters if parameter.kwarg_only}
+    counter = _CastCounter()
+    autocast = torch.autocast(device_type, dtype=_LOW, enabled=enabled, cache_enabled=False)
+    try:
+        with warnings.catch_warnings(), autocast, counter:
+            warnings.simplefilter("ignore")
+            # Called in another way, a warning of C++ code would be printed, not filtered here.
+            call_from_binding(op, (), tuple(args), kwargs)
+    except _StopError:
+        pass
+    except Exception as error:
+        counter.error = error_line(error)
+    return counter
 
 
 class _StopError(Exception):
-    """Ends a call at the first operation that is no cast. It has the arguments of that one, without tensors."""
+    """Ends a call at the first operation that is no cast."""
 
 
 class _CastCounter(TorchDispatchMode):
@@ -297,46 +288,25 @@ class _CastCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        self.casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()  # from and to
+        self.arguments: list[Any] | None = None  # of the other operation, without tensors; None if it was not reached
+        self.error = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA_OPS:
-            return func(*args, **kwargs)
+        if func is not TO_COPY and func not in METADATA_OPS:
+            leaves, _ = tree_flatten((func, args, kwargs))
+            self.arguments = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            raise _StopError
+        result = func(*args, **kwargs)
         if func is TO_COPY:
-            result = func(*args, **kwargs)
             self.casts[args[0].dtype, result.dtype] += 1
-            return result
-        leaves, _ = tree_flatten((func, args, kwargs))
-        raise _StopError(*(None if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-
-
-class _CallInstead(TorchFunctionMode):
-    """Calls `function` when a torch function is called, from within the C++ binding of the latter."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._function()
+        return result
 
 
 # Arguments that kernels check before they cast. _cudnn_rnn wants four weights for each layer and no projection, einsum
 # an equation for any number of operands, a norm the name of one, and a reduction different dimensions.
 _BY_NAME: dict[str, Any] = {"weight_stride0": 4, "proj_size": 0, "equation": "...,...->...", "ord": "fro", "dim": 1}
-
-
-def _arguments(op: Any, tensor: Callable[[], Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments of the types in the schema. Most shapes are wrong, but casts come before torch checks them."""
-    args, kwargs = [], {}
-    for parameter in op_schema(op).arguments:
-        value = _argument(parameter, tensor)
-        if parameter.kwarg_only:
-            kwargs[parameter.name] = value
-        else:
-            args.append(value)
-    return args, kwargs
 
 
 def _is_dimension_name(parameter: Any) -> bool:
@@ -360,19 +330,3 @@ def _argument(parameter: Any, tensor: Callable[[], Tensor]) -> Any:
     if kind.startswith("List["):
         return [1] * (parameter.N or 2)
     return {"int": 1, "number": 1, "float": 1.0, "bool": False, "str": "none"}[kind]
-
-
-@contextmanager
-def _autocast_state(device_type: str, enabled: bool) -> Iterator[None]:
-    """Context with autocast on or off. `torch.autocast` would switch itself off where there is no CUDA device."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, _LOW)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.set_autocast_cache_enabled(cached)

@@ -227,11 +227,7 @@ class Policy:
 
 
 def read_policy(where: str, value: Any) -> Policy | None:
-    """Return the policy that a public function `where` was given, as a policy, text or None.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return the policy that a public function `where` was given, as a policy, text or None."""
     if value is None or isinstance(value, Policy):
         return value
     try:

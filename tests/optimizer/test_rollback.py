@@ -548,7 +548,7 @@ def test_a_step_is_undone_on_the_host(name: str, found: float) -> None:
         for one in (model, twin):
             scaled_backward(one, torch.amp.GradScaler("cpu", enabled=False), i, math.nan if found else None)
         before = copy.deepcopy(model.state_dict())
-        step_or_undo(optimizer, torch.tensor(found), changed_by_step(optimizer))
+        step_or_undo(optimizer.step, torch.tensor(found), changed_by_step(optimizer))
         twin_optimizer.step()
         if found:
             assert_same(before, model.state_dict())

@@ -37,19 +37,17 @@ from ._statistics import StatisticsReader, TrainingStatistics
 from ._trainer_reads import TrainerReads
 from ._trainer_step import BatchPlace, Clip, TrainerStep
 
+_IN_THE_BAR = {
+    "loss_scale": "scale",
+    "skipped_steps": "skipped",
+    "grad_norm": "grad_norm",
+    "samples_per_second": "samples/s",
+    "graph_replays": "replays",
+}
+
 
 class Fit:
-    """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back.
-
-    Attributes:
-        policy: the user's, None if there is none.
-        scaler: takes the place of Lightning's.
-        statistics: reads loss scale, gradient norm and speed for the loggers.
-        first_step_by_lightning: whether Lightning still does the steps itself, until the first optimizer step is over.
-            Hooks between backward and that step then find the gradients that they may use.
-        in_optimizer_step: whether Lightning is in its optimizer step, which it enters for the last batch of a window.
-        backward_done: whether ampkit has done the backward of the current batch, so that Lightning's must do nothing.
-    """
+    """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back."""
 
     def __init__(
         self,
@@ -75,7 +73,8 @@ class Fit:
         several_ranks = isinstance(strategy, SEVERAL_RANKS)  # one of them cannot turn to Lightning's step by itself
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._gradient_uses = GradientUses(module, callbacks, strict=several_ranks or options.on_failure == "raise")
-        # With several ranks always: a callback with such a hook may exist on one of them only.
+        # Whether Lightning does the steps until the first optimizer step is over, so that hooks before it find the
+        # gradients that they may use. With several ranks always: such a hook may exist on one of them only.
         self.first_step_by_lightning = several_ranks or bool(self._gradient_uses.hooks_before_step)
         self.device = strategy.root_device
         self._step: TrainerStep | None = None
@@ -85,8 +84,8 @@ class Fit:
         self.statistics = StatisticsReader(self.device, trainer.world_size)
         self._problem = ""  # why Lightning does the steps, if that was found after the fit began
         self._closure_problem: str | None = None  # the same, by the optimizer's first step; None before
-        self.in_optimizer_step = False
-        self.backward_done = False
+        self.in_optimizer_step = False  # which Lightning enters for the last batch of a window
+        self.backward_done = False  # by ampkit, for the current batch, so that Lightning's must do nothing
         self._window_ended = False
         self._lightning_plugin = strategy.precision_plugin
         self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
@@ -139,8 +138,6 @@ class Fit:
         """Return what happened to the batches so far. Waits for the device."""
         report = nothing_captured(None) if self._step is None else self._step.report()
         return replace(report, failure=self._problem) if self._problem else report
-
-    # ------------------------------------------------------------------------------------------------------ one batch
 
     @property
     def left_to_lightning(self) -> bool:
@@ -247,8 +244,6 @@ class Fit:
             self.statistics.batches += 1
         return output
 
-    # ----------------------------------------------------------------------------------------------------- statistics
-
     def read_statistics(self) -> None:
         """Every `log_every_n_steps`, start new statistics and log the previous ones.
 
@@ -271,15 +266,6 @@ class Fit:
             self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
             for logger in self._trainer.loggers if self._logs else ():
                 logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=step)
-
-
-_IN_THE_BAR = {
-    "loss_scale": "scale",
-    "skipped_steps": "skipped",
-    "grad_norm": "grad_norm",
-    "samples_per_second": "samples/s",
-    "graph_replays": "replays",
-}
 
 
 def _batch_size(batch: Any) -> int:

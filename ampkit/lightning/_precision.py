@@ -16,6 +16,15 @@ from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
 from .._torch.tensors.tensors import version
 
+_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
+_CALLS_CLOSURE = "Write a loop of your own, and capture forward and backward by ampkit.graphed."
+# The hooks of a module that nobody has overridden, which do nothing.
+_NOT_OVERRIDDEN = [
+    LightningModule.on_before_optimizer_step,
+    LightningModule.configure_gradient_clipping,
+    LightningModule.clip_gradients,
+]
+
 
 class FitProtocol(Protocol):
     """What the plugin reads and sets of the fit that it belongs to. `_fit.Fit` explains each name."""
@@ -117,9 +126,6 @@ class StepPrecision(Precision):
             self.fit.scaler.load_state_dict(state_dict)
 
 
-_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
-
-
 class ClosureUses:
     """The closure that an optimizer's step gets from Lightning. It does forward and backward of the batch.
 
@@ -151,9 +157,6 @@ class ClosureUses:
         return [version(param) for param in parameters(self._optimizer)]
 
 
-_CALLS_CLOSURE = "Write a loop of your own, and capture forward and backward by ampkit.graphed."
-
-
 def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:
     """Return a copy of the plugin that leaves out what ampkit has done.
 
@@ -176,17 +179,11 @@ def _is_hooked(model: LightningModule) -> bool:
     """
     trainer: Any = model.trainer
     own = (model.on_before_optimizer_step, model.configure_gradient_clipping, model.clip_gradients)
-    if type(trainer.profiler) is not PassThroughProfiler or [getattr(hook, "__func__", None) for hook in own] != _NONE:
+    functions = [getattr(hook, "__func__", None) for hook in own]
+    if type(trainer.profiler) is not PassThroughProfiler or functions != _NOT_OVERRIDDEN:
         return True
     hooks = (getattr(callback.on_before_optimizer_step, "__func__", None) for callback in trainer.callbacks)
     return any(hook is not Callback.on_before_optimizer_step for hook in hooks)
-
-
-_NONE = [
-    LightningModule.on_before_optimizer_step,
-    LightningModule.configure_gradient_clipping,
-    LightningModule.clip_gradients,
-]
 
 
 def _put_back(optimizer: Any, replacement: Any, original: Any) -> None:

@@ -18,11 +18,7 @@ class Exchange:
     The Reducer copies each gradient into a bucket as soon as it is there, divided by the number of processes, and back
     when the bucket is averaged (`mark_variable_ready_dense` and `finalize_bucket_dense` in
     torch/csrc/distributed/c10d/reducer.cpp). Here all gradients of a bucket are cast and copied at once, and stay
-    there. Messages have the same sizes and order, so that other processes may have a Reducer.
-
-    Args:
-        ddp: the model.
-        buckets: its parameters, by bucket; see `buckets_of`.
+    there. Messages have the same sizes and order, so that other processes may have a Reducer. See `buckets_of`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, buckets: Buckets) -> None:

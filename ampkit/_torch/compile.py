@@ -95,8 +95,7 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
     with Undo() as undo:
         undo.note(_NOTICING.pop, id(called), None)
         _NOTICING[id(called)] = called
-        undo.note(setattr, dynamo, "_maybe_set_eval_frame", enter)
-        dynamo._maybe_set_eval_frame = noticed
+        replace(undo, dynamo, "_maybe_set_eval_frame", noticed)
         yield lambda: bool(called)
 
 

@@ -39,11 +39,7 @@ class EvaluationPhase(NamedTuple):
     """What a graph of an evaluation step belongs to, beside its batch."""
 
     others: tuple[Part, ...]  # the values that the step reads on the host, and the dataloader
-
-    @property
-    def words(self) -> str:
-        """What a report says of the phase: nothing, since each method has a report of its own."""
-        return ""
+    words: str = ""  # a report says nothing of the phase, since each method has a report of its own
 
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call."""
@@ -72,7 +68,7 @@ class EvaluationStep:
         self._method = method
         self._module = module
         self._give_up = give_up
-        self._host_reads = HostReads(module, LightningModule, method)
+        self._host_reads = HostReads(module, method)
         self._trainer_reads = TrainerReads(trainer, module, self._host_reads, method)
         self._numbers = _log_calls.LoggedNumbers(method)
         self._log = _log_calls.LogForwarder(module, device, on_step=False)

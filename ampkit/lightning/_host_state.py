@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from .._capture.host.code import codes_in
@@ -54,17 +55,13 @@ _COMPARABLE = (Tensor, *CONSTANTS, torch.dtype, torch.device)
 class HostReads:
     """What a step and the methods it calls read of the Trainer, found in their bytecode.
 
-    The engine compares the attributes of the LightningModule, as those of all modules.
-
-    Args:
-        module: the LightningModule.
-        base: `LightningModule`. Its own methods are not searched.
-        method: the name of the step.
+    The engine compares the attributes of the LightningModule, as those of all modules. The methods that it has from
+    Lightning are not searched.
     """
 
-    def __init__(self, module: nn.Module, base: type, method: str = "training_step") -> None:
+    def __init__(self, module: LightningModule, method: str = "training_step") -> None:
         readers: dict[str, str] = {}  # by attribute, which of the functions reads it
-        for function in _reached(type(module), method, base):
+        for function in _reached(type(module), method):
             for attribute in _attributes(function.__code__):
                 readers.setdefault(attribute, function.__qualname__)
         self.problem: Problem | None = None  # a value that is read, that changes in every call and would be frozen
@@ -216,12 +213,12 @@ for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _
     setattr(BatchIndex, f"__{_name}__", partialmethod(BatchIndex._use, getattr(int, f"__{_name}__")))
 
 
-def _reached(cls: type, method: str, base: type) -> Iterator[Any]:
+def _reached(cls: type, method: str) -> Iterator[Any]:
     """Yield the functions of a class that a method may call: those whose name it reads, and so on, itself first.
 
     An attribute of any object counts, since bytecode does not say whose it is.
     """
-    classes = [parent for parent in cls.__mro__ if parent not in base.__mro__]
+    classes = [parent for parent in cls.__mro__ if parent not in LightningModule.__mro__]
     to_search, seen = [method], {method}
     while to_search:
         name = to_search.pop()

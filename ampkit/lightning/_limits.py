@@ -62,7 +62,7 @@ def why_not(
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
     # Compiled code tells nobody what it reads of the Trainer.
-    read = None if compile is None else HostReads(module, LightningModule).problem
+    read = None if compile is None else HostReads(module).problem
     return "" if read is None else f"{read.what}. {read.advice}"
 
 

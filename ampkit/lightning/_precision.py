@@ -35,13 +35,10 @@ class FitProtocol(Protocol):
     in_optimizer_step: bool
     first_step_by_lightning: bool
     backward_done: bool
-
-    @property
-    def left_to_lightning(self) -> bool: ...
+    problem: str
+    closure_problem: str | None
 
     def prepare_step(self) -> bool: ...
-
-    def end_lightnings_step(self, uses: "ClosureUses") -> None: ...
 
 
 class StepPrecision(Precision):
@@ -69,11 +66,12 @@ class StepPrecision(Precision):
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
         hooked = _is_hooked(model)
         if not self.fit.prepare_step():
-            if self.fit.left_to_lightning:
+            if self.fit.problem:
                 return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             uses = ClosureUses(optimizer, closure)
             result = super().optimizer_step(optimizer, model=model, closure=uses, **kwargs)
-            self.fit.end_lightnings_step(uses)
+            self.fit.first_step_by_lightning = False
+            self.fit.closure_problem = self.fit.closure_problem or uses.problem
             return result
         original = vars(optimizer).get("step")  # schedulers replace it to count steps
 
@@ -113,14 +111,14 @@ class StepPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning's plugin would return, unless the loss scale has settings that torch's has not."""
         scaler = self.fit.scaler
-        if self.fit.left_to_lightning or not scaler.is_enabled():
+        if self.fit.problem or not scaler.is_enabled():
             return super().state_dict()
         works_like_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
         return upstream.GradScaler.state_dict(scaler) if works_like_torch else scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the loss scale from a state dict of this plugin or of Lightning's."""
-        if self.fit.left_to_lightning or not self.fit.scaler.is_enabled():
+        if self.fit.problem or not self.fit.scaler.is_enabled():
             super().load_state_dict(state_dict)
         else:
             self.fit.scaler.load_state_dict(state_dict)

@@ -29,7 +29,6 @@ _OF_TRAINER = (
     *_METRICS,
 )
 _OF_MODULE = ("optimizers", "lr_schedulers")
-_OF_STRATEGY = ("optimizers",)
 _OnRead = Callable[[str, FrameType], None]
 _Watched = tuple[type, str, Any]  # a class, the name of an attribute, and what takes its place
 
@@ -47,7 +46,7 @@ class TrainerReads:
         self._thread = threading.get_ident()
         self.noticed = False  # whether the last call has read something that a graph would freeze
         # Made once: compiled code is compiled anew if another object takes the place of one that it uses.
-        named = [(trainer, name) for name in _OF_TRAINER] + [(trainer.strategy, name) for name in _OF_STRATEGY]
+        named = [*((trainer, name) for name in _OF_TRAINER), (trainer.strategy, "optimizers")]
         properties = [each for each in named if isinstance(getattr(type(each[0]), each[1], None), property)]
         loops = [(trainer, name) for name in _LOOPS]
         self._watched = [_watched_property(owner, name, self._on_read) for owner, name in properties + loops]

@@ -49,10 +49,6 @@ class BatchPlace(NamedTuple):
     epoch: int  # its number
 
 
-def _already_called() -> None:
-    """Take the place of the closure that does forward and backward, which have been done: see `ClosureUses`."""
-
-
 class NoLossError(NoStepError):
     """`training_step` returned no loss to call backward on. Lightning gets its output and decides what to do."""
 
@@ -122,7 +118,8 @@ class TrainerStep:
         )
         takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
         if takes_closure and not scaler.is_enabled():
-            self._step.closure = (_already_called,)  # as from Lightning, without a loss scale
+            # As from Lightning, without a loss scale. Forward and backward have been done: see `ClosureUses`.
+            self._step.closure = (lambda: None,)
         self._engine = self._make_engine(device, options, place, compile)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn

@@ -100,16 +100,15 @@ def _decoder(images: Collection[int], dtype: torch.dtype, device: torch.device) 
 
 
 Maker = Callable[..., Case]  # maker(batch_size, *, seed, count): the seed of weights and data, the number of batches
-Draw = Callable[[torch.Generator], Tensor]  # draws a random tensor of a batch
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int, count: int) -> Case:
+def _case(build: Callable[[], nn.Module], draw: Callable[[torch.Generator], Batch], seed: int, count: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    batches = [(inputs(generator), targets(generator)) for _ in range(count)]
+    batches = [draw(generator) for _ in range(count)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,12 +137,13 @@ def _trained_by_adamw(batch: int, *, widths: tuple[int, ...], seed: int = 0, cou
     return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
-def _torchvision(name: str, classes: int) -> Any:
+def _torchvision(name: str, classes: int = 1000) -> Any:
     try:
         import torchvision
     except ImportError as error:
         raise ImportError(f"{name} needs torchvision: pip install 'ampkit[examples]'") from error
-    return torchvision.models.get_model(name, weights=None, num_classes=classes)
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    return model.to(memory_format=torch.channels_last)
 
 
 def _resnet18_cifar() -> nn.Module:
@@ -153,21 +153,16 @@ def _resnet18_cifar() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
 
 
-def _imagenet(name: str) -> nn.Module:
-    return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
-
-
 def _classifier(
     build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int, *, seed: int = 0, count: int = 4
 ) -> Case:
-    def inputs(generator: torch.Generator) -> Tensor:
-        layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
-        return torch.randn(batch, *image, generator=generator).contiguous(memory_format=layout)
+    layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
 
-    def targets(generator: torch.Generator) -> Tensor:
-        return torch.randint(classes, (batch,), generator=generator)
+    def draw(generator: torch.Generator) -> Batch:
+        inputs = torch.randn(batch, *image, generator=generator).contiguous(memory_format=layout)
+        return inputs, torch.randint(classes, (batch,), generator=generator)
 
-    return _case(build, inputs, targets, seed, count)
+    return _case(build, draw, seed, count)
 
 
 class _Block(nn.Module):
@@ -213,11 +208,11 @@ class GPT(nn.Module):
 
 
 def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
-    def tokens(generator: torch.Generator) -> Tensor:
+    def draw(generator: torch.Generator) -> Batch:
         # Small numbers are more frequent than large ones, as some words are, so that there is something to learn.
-        return (torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long()
+        return tuple((torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long() for _ in range(2))
 
-    return _case(GPT, tokens, tokens, seed, count)
+    return _case(GPT, draw, seed, count)
 
 
 CASES: dict[str, Maker] = {
@@ -226,8 +221,8 @@ CASES: dict[str, Maker] = {
     "mlp-small": functools.partial(_trained_by_adamw, widths=(64, 256, 256, 256, 10)),
     "mlp-deep": functools.partial(_trained_by_adamw, widths=(512,) * 18),
     "resnet18-cifar": functools.partial(_classifier, _resnet18_cifar, (3, 32, 32), 10),
-    "resnet50": functools.partial(_classifier, functools.partial(_imagenet, "resnet50"), (3, 224, 224), 1000),
-    "vit_b_16": functools.partial(_classifier, functools.partial(_imagenet, "vit_b_16"), (3, 224, 224), 1000),
+    "resnet50": functools.partial(_classifier, functools.partial(_torchvision, "resnet50"), (3, 224, 224), 1000),
+    "vit_b_16": functools.partial(_classifier, functools.partial(_torchvision, "vit_b_16"), (3, 224, 224), 1000),
     "gpt2-like": _language,
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._capture.graph.graph import CudaGraph
+from ..._undo import Undo, replace
 from .cases import Batch, Case
 from .process import clean_up
 from .report import Row, error_text
@@ -64,11 +65,9 @@ def _launches() -> Iterator[list[float]]:
         took.append(time.perf_counter() - start)
         return outputs
 
-    CudaGraph.replay = timed  # type: ignore[method-assign]  # put back below
-    try:
+    with Undo() as undo:
+        replace(undo, CudaGraph, "replay", timed)
         yield took
-    finally:
-        CudaGraph.replay = replay  # type: ignore[method-assign]  # the original
 
 
 def profile(row: Row, case: Case, setting: Setting) -> str:

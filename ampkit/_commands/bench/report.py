@@ -75,11 +75,6 @@ class Result:
         base = next((other.ms for other in self.rows if other.variant == BASE), None)
         return base / row.ms if base and row.ms else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, ratios and busy shares as a dict for JSON."""
-        rows = [{**asdict(row), "ratio": self.ratio(row), "busy_share": row.busy_share} for row in self.rows]
-        return {"model": self.model, "batch": self.batch, "rows": rows}
-
 
 @dataclass
 class Figures:
@@ -91,7 +86,10 @@ class Figures:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        results = [result.to_dict() for result in self.results]
+        results = []
+        for found in self.results:
+            rows = [{**asdict(row), "ratio": found.ratio(row), "busy_share": row.busy_share} for row in found.rows]
+            results.append({"model": found.model, "batch": found.batch, "rows": rows})
         null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self) if sweep.has_shares}
         parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
         figures = {"schema": _SCHEMA, **self.setting, **parts}
@@ -157,11 +155,7 @@ def chosen(
     batches: Sequence[int] | None = None,
     variants: Sequence[str] | None = None,
 ) -> Figures:
-    """Return the figures with only these models, batch sizes and variants. None means all of them.
-
-    Raises:
-        FiguresError: if there are none.
-    """
+    """Return the figures with only these models, batch sizes and variants: all if None, a FiguresError if none."""
     found = [
         Result(result.model, result.batch, [row for row in result.rows if variants is None or row.variant in variants])
         for result in figures.results
@@ -220,19 +214,15 @@ def table(figures: Figures) -> str:
     loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
     columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in cases(figures.results))]
     parts = [f"{head}, input: {setting['input']}", *figures.notes]
-    parts += [_table(result, columns) for result in figures.results]
+    for result in figures.results:
+        labels = max((len(row.label) for row in result.rows), default=0)
+        cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
+        parts += [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}"]
+        for row in result.rows:
+            cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
+            parts.append(f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}")
     parts += [_sweep_table(sweep) for sweep in sweeps(figures)]
     return "\n".join([*parts, "", *_legend(figures)])
-
-
-def _table(result: Result, columns: Sequence[_Column]) -> str:
-    labels = max(len(row.label) for row in result.rows) if result.rows else 0
-    cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
-    lines = [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}"]
-    for row in result.rows:
-        cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
-        lines.append(f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}")
-    return "\n".join(lines)
 
 
 def _legend(figures: Figures) -> list[str]:

@@ -43,11 +43,13 @@ class TimedLoop:
         self._plan = plan
         self._losses: list[Tensor] = []
         self._start = self._now()
-        self._memory = _Memory(device)
         self.ms: list[float] = []
         self.setup_s = 0.0
         self.peak_mib: float | None = None
         self.setup_peak_mib: float | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._base = torch.cuda.memory_allocated(device)  # what steps need is counted beyond this
 
     def on_loss(self, loss: Tensor) -> None:
         """Take the loss of a step, or of the steps that are done together."""
@@ -70,13 +72,20 @@ class TimedLoop:
         # Steps to fill the driver's queue and let clock rates settle.
         yield from self._take(max(1, int(min(20, self._plan.seconds / 3 / typical))))
         self._now()
-        self.setup_peak_mib = self._memory.restart()
+        if self._device.type == "cuda":
+            self.setup_peak_mib = (torch.cuda.max_memory_allocated(self._device) - self._base) / MIB
+            torch.cuda.reset_peak_memory_stats(self._device)
         n = max(5, int(min(1000, self._plan.seconds / typical)))
         for _ in range(self._plan.repeats):
             start = self._now()
             yield from self._take(n)
             self.ms.append((self._now() - start) / (n * self._together) * 1e3)
-        self.peak_mib = self._memory.peak_mib()
+        if self._device.type == "cuda":
+            # The pools of graphs count with their free memory, which only the graphs can use.
+            segments = torch.cuda.memory_snapshot(include_traces=False)
+            pools = [part for part in segments if tuple(part["segment_pool_id"]) != (0, 0)]
+            free = sum(part["total_size"] - part["allocated_size"] for part in pools)
+            self.peak_mib = (torch.cuda.max_memory_allocated(self._device) - self._base + free) / MIB
 
     @property
     def ends(self) -> range:
@@ -111,31 +120,3 @@ def stacks(batches: Sequence[Batch], together: int) -> Sequence[Batch]:
     return [
         tuple(torch.stack(leaves) for leaves in zip(*itertools.islice(order, together), strict=True)) for _ in batches
     ]
-
-
-class _Memory:
-    """Measures device memory in addition to what was allocated when this object was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._base = 0
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._base = torch.cuda.memory_allocated(self._device)
-
-    def restart(self) -> float | None:
-        """Return the peak of allocated memory so far, in MiB, and start a new measurement."""
-        if self._device is None:
-            return None
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return (peak - self._base) / MIB
-
-    def peak_mib(self) -> float | None:
-        """Return the peak since then, in MiB, including free memory in the pools of graphs, which only they can use."""
-        if self._device is None:
-            return None
-        segments = torch.cuda.memory_snapshot(include_traces=False)
-        pools = [part for part in segments if tuple(part["segment_pool_id"]) != (0, 0)]
-        free_in_pools: int = sum(part["total_size"] - part["allocated_size"] for part in pools)
-        return (torch.cuda.max_memory_allocated(self._device) - self._base + free_in_pools) / MIB

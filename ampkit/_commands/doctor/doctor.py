@@ -107,8 +107,28 @@ def diagnose(
             raise
         except Exception as error:  # whatever the user's code raises
             raise DoctorError(f"{name}: {_error_text(error)}") from error
-        device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else str(trial.device)
-        return _examined(Diagnosis(name, device), trial, progress)
+        on_cuda = trial.device.type == "cuda"
+        diagnosis = Diagnosis(name, torch.cuda.get_device_name(trial.device) if on_cuda else str(trial.device))
+        for title, check in CHECKS.items():
+            progress.show(title)
+            with _unchecked_if_it_fails(diagnosis, title):
+                diagnosis.findings += check(trial)
+        if all(len(records) < 2 for records in trial.records.values()):
+            why = "no two steps had batches of the same layout, so none could be compared"
+            diagnosis.unchecked.append(f"host state: {why}")
+        diagnosis.findings.sort(key=lambda found: found.rank)
+        _add_outcome(diagnosis, trial)
+        progress.show("speed-up by a capture")
+        if on_cuda:
+            with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
+                _add_speed_up(diagnosis, trial)
+        else:
+            why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
+            diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
+        progress.show("memory")
+        with _unchecked_if_it_fails(diagnosis, "memory"):
+            _add_memory(diagnosis, trial)
+        return diagnosis
     finally:
         progress.clear()
 
@@ -116,28 +136,6 @@ def diagnose(
 def _error_text(error: Exception) -> str:
     where = user_line(error)
     return f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
-
-
-def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diagnosis:
-    for title, check in CHECKS.items():
-        progress.show(title)
-        with _unchecked_if_it_fails(diagnosis, title):
-            diagnosis.findings += check(trial)
-    if not trial.is_compared:
-        diagnosis.unchecked.append("host state: no two steps had batches of the same layout, so none could be compared")
-    diagnosis.findings.sort(key=lambda found: found.rank)
-    _add_outcome(diagnosis, trial)
-    progress.show("speed-up by a capture")
-    if trial.device.type == "cuda":
-        with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
-            _add_speed_up(diagnosis, trial)
-    else:
-        why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
-        diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
-    progress.show("memory")
-    with _unchecked_if_it_fails(diagnosis, "memory"):
-        _add_memory(diagnosis, trial)
-    return diagnosis
 
 
 @contextmanager

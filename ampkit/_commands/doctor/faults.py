@@ -301,21 +301,18 @@ class _KernelWatch(WatchingMode):
         plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
         # Called through a binding, so that torch warns while the operation runs, not at the end of the backward.
         result = call_from_binding(op, (), args, kwargs) if plain else op(*args, **kwargs)
-        if plain:
-            self._check_precision(op.overloadpacket.__name__, (args, kwargs), result)
-        return result
-
-    def _check_precision(self, name: str, inputs: Any, result: Any) -> None:
-        op = _WANTS_FLOAT32.get(ONE_NAME.get(name, name))
+        name = op.overloadpacket.__name__ if plain else ""
+        wants = _WANTS_FLOAT32.get(ONE_NAME.get(name, name))
         # Autocast casts softmax to float32 on CUDA, though not on the CPU, where this step may run.
-        if op is None or (self._autocast.on and "softmax" in op):
-            return
+        if wants is None or (self._autocast.on and "softmax" in wants):
+            return result
         first = result[0] if isinstance(result, (tuple, list)) else result
-        leaves = [leaf for leaf in (*tree_flatten(inputs)[0], first) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in (*tree_flatten((args, kwargs))[0], first) if isinstance(leaf, Tensor)]
         dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.numel()}
         if dtypes and dtypes <= set(LOW):
-            what = f"{op} computes in {dtype_name(first.dtype)}"
+            what = f"{wants} computes in {dtype_name(first.dtype)}"
             self.imprecise[self._user_lines.line(), what][self._recorder.module] += 1
+        return result
 
     def _on_warning(self, message: Any, *where: Any, **more: Any) -> None:
         if match := re.match(_UNREPEATABLE, str(message)):

@@ -184,8 +184,3 @@ class Trial:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
                     step(*args, **kwargs)
                 return step.report()
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether at least two calls with the same batch layout were recorded, so that they could be compared."""
-        return any(len(records) > 1 for records in self.records.values())

@@ -165,10 +165,9 @@ def graph_task() -> Iterator[None]:
 
     Checkpointing asks: it recomputes a block once for each number.
     """
-    before, number = private(torch._C, "_current_graph_task_id"), next(_task_numbers)
+    number = next(_task_numbers)
     with Undo() as undo:
-        undo.note(setattr, torch._C, "_current_graph_task_id", before)
-        torch._C._current_graph_task_id = lambda: number
+        replace(undo, torch._C, "_current_graph_task_id", lambda: number)
         yield
 
 

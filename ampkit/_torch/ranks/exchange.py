@@ -39,7 +39,13 @@ class Exchange:
     def _send(self, params: Sequence[nn.Parameter]) -> None:
         bucket = params[0].new_empty(sum(param.numel() for param in params))
         parts = bucket.split([param.numel() for param in params])
-        views = [_in_layout_of(param, part) for param, part in zip(params, parts, strict=True)]
+        is_dense = private(torch.ops.aten, "is_non_overlapping_and_dense")
+        views = [  # in the layouts that the Reducer has (`initialize_bucket_views`)
+            part.as_strided(param.shape, param.stride(), part.storage_offset())
+            if is_dense(param)
+            else part.view(param.shape)
+            for param, part in zip(params, parts, strict=True)
+        ]
         pairs = [(view, self._found.pop(param)) for view, param in zip(views, params, strict=True)]
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in pairs):  # a mixed list is copied one by one
             alike = [pair for pair in pairs if pair[1].dtype is dtype]
@@ -64,13 +70,6 @@ class Exchange:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
         return not self._sent or (not self._found and len(self._sent) == len(self._buckets))
-
-
-def _in_layout_of(param: nn.Parameter, part: Tensor) -> Tensor:
-    """View a part of a bucket as the Reducer does (`initialize_bucket_views`)."""
-    if private(torch.ops.aten, "is_non_overlapping_and_dense")(param):
-        return part.as_strided(param.shape, param.stride(), part.storage_offset())
-    return part.view(param.shape)
 
 
 def broadcast_coalesced(

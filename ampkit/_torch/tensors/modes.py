@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..guard import private
 from .fast_paths import note_autocast_of_fast_paths
 
@@ -67,8 +67,7 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
             _push_function_mode(mode)
 
     with Undo() as undo:
-        undo.note(setattr, torch.overrides, "has_torch_function", asked)
-        torch.overrides.has_torch_function = has_torch_function
+        replace(undo, torch.overrides, "has_torch_function", has_torch_function)
         yield
 
 

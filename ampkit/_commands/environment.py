@@ -36,10 +36,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Environment:
-    """The machine and software that ampkit runs on. Prints as text.
-
-    Args:
-        ampkit: the version of ampkit.
+    """The machine and software that ampkit, of this version, runs on. Prints as text.
 
     Sync: none. Reading the properties of the devices initialises CUDA, but allocates no memory there.
     """
@@ -77,7 +74,8 @@ class Environment:
     def __str__(self) -> str:
         facts = self.facts
         torch_, cpu, cuda = facts["torch"], facts["cpu"], facts["cuda"]
-        built = ", ".join(f"{name} {torch_[key] or 'none'}" for key, name in _BUILT.items())
+        libraries = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
+        built = ", ".join(f"{name} {torch_[key] or 'none'}" for key, name in libraries.items())
         gpus = [
             f"{gpu['name']}, compute capability {gpu['capability']}, {size_text(gpu['memory_bytes'])}, "
             f"{gpu['multiprocessors']} multiprocessors"
@@ -98,9 +96,6 @@ class Environment:
         text = [f"{name:<12} {value}" for name, value in lines]
         text += ["", "Settings of torch that decide which kernels run, in a new process:"]
         return "\n".join([*text, *(f"  {name}: {value}" for name, value in facts["settings"].items())])
-
-
-_BUILT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 
 
 def _cuda() -> dict[str, Any]:

@@ -94,12 +94,9 @@ class Output:
 
     With `--json -` standard output gets nothing but the JSON. Until the context ends, all that is printed goes to
     standard error, also by the user's code, and the text is left out.
-
-    Args:
-        json: the argument of `--json`: a path, "-" or None.
     """
 
-    _json: str | None
+    _json: str | None  # the argument of `--json`: a path, "-" or None
     _json_text: str = ""
     _redirected: ExitStack = field(default_factory=ExitStack)
 

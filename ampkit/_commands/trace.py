@@ -74,16 +74,11 @@ def _run_trace(args: argparse.Namespace, output: Output) -> int:
 def traced(subject: Subject, replays: int, bar: bool = True) -> NamedTrace:
     """Train until optimizer steps are replays, profile some of these, and name their kernels.
 
-    Args:
-        subject: the training loop. Its model is trained on its first batch.
-        replays: how many optimizer steps to profile.
-        bar: whether to show a progress bar, if there is a terminal.
+    The model is trained on its first batch. With `bar`, a terminal shows a progress bar.
 
     Raises:
         CaptureError: the step cannot be captured.
         TraceError: steps do not become replays.
-
-    Sync: waits for the device.
     """
     progress = ProgressBar(3, bar)
     try:

@@ -15,10 +15,7 @@ _HOW = "Write module:function: train:example is the function `example` of train.
 def users_function(text: str, returned: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function that `module:function` names.
 
-    Args:
-        text: the argument of the user.
-        returned: what the function must return, in words for messages.
-        arguments: the arguments that the function gets, in words for messages. It may take fewer.
+    Messages have in words what it must return, and the arguments that it gets. It may take fewer.
 
     Raises:
         UsageError: if there is no such function, or it needs other arguments.

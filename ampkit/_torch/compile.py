@@ -20,6 +20,7 @@ from .guard import private
 from .tensors.modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
+_WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
 _WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written
 private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before
 
@@ -55,9 +56,6 @@ compiling_truth: dict[str, Callable[[], bool]] = {
 def passes_question_on(code: CodeType) -> bool:
     """Return whether this is the code of another function of torch's that asks the first question."""
     return code.co_name == "is_compiling" and code.co_filename.endswith(_WRAPPERS)
-
-
-_WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
 
 
 def replace_compiling_questions(answer: Callable[[str], bool] | None) -> None:
@@ -97,8 +95,7 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
     with Undo() as undo:
         undo.note(_NOTICING.pop, id(called), None)
         _NOTICING[id(called)] = called
-        undo.note(setattr, dynamo, "_maybe_set_eval_frame", enter)
-        dynamo._maybe_set_eval_frame = noticed
+        replace(undo, dynamo, "_maybe_set_eval_frame", noticed)
         yield lambda: bool(called)
 
 
@@ -148,9 +145,7 @@ def without_compiled_code() -> Iterator[None]:
 def untraced(function: Callable[..., Any], why: str) -> Callable[..., Any]:
     """Return the function for compiled code to call as it is. Compiled functions that it calls stay compiled.
 
-    Args:
-        function: ends the graph of what calls it.
-        why: what the reason of that graph break has in it.
+    It ends the graph of what calls it. The reason of that graph break has in it why.
     """
     made: Callable[..., Any] = torch.compiler.disable(function, reason=why)
     return made
@@ -167,43 +162,26 @@ def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class GraphBreak(NamedTuple):
-    """Where torch.compile ends a graph and begins another one.
+    """Where torch.compile ends a graph and begins another one."""
 
-    Attributes:
-        reason: what it says of it, the first line.
-        places: file and number of the lines that led there, the innermost last.
-        text: all that it says.
-    """
-
-    reason: str
-    places: tuple[tuple[str, int], ...]
-    text: str
+    reason: str  # what it says of it, the first line
+    places: tuple[tuple[str, int], ...]  # file and number of the lines that led there, the innermost last
+    text: str  # all that it says
 
 
 @dataclass(eq=False)
 class Compiler:
-    """Compiles functions with Inductor, each for one layout of its arguments.
+    """Compiles functions with Inductor, each for one layout of its arguments."""
 
-    Args:
-        options: settings of Inductor, as `torch.compile(options=...)` takes them.
-
-    Attributes:
-        graphs: how many graphs Inductor was given so far, forward and backward of a function as one.
-    """
-
-    _options: dict[str, Any]
-    graphs: int = 0
+    _options: dict[str, Any]  # settings of Inductor, as `torch.compile(options=...)` takes them
+    graphs: int = 0  # that Inductor was given so far, forward and backward of a function as one
 
     def compiled(self, function: Callable[..., Any], *, whole: bool = False, **options: Any) -> Callable[..., Any]:
         """Return a function that is compiled in its first call.
 
         It shares no compiled code with others that were compiled of the same function: dynamo keeps compiled code, and
-        a limit of recompilations, by code object, and this one gets a code object of its own.
-
-        Args:
-            function: what to compile.
-            whole: whether a graph break is an error.
-            **options: settings of Inductor that this function has in place of those of the compiler.
+        a limit of recompilations, by code object, and this one gets a code object of its own. If it is to be `whole`, a
+        graph break is an error. It may have settings of Inductor in place of those of the compiler.
         """
         settings = {**self._options, **options}
 

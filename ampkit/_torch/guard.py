@@ -8,11 +8,9 @@ _MISSING = object()
 
 
 def private(owner: object, name: str) -> Any:
-    """Return `owner.name`, where `name` is private to torch.
+    """Return `owner.name`, where `name` is private to torch. Raises ImportError if this torch has no such name.
 
-    Raises:
-        ImportError: this torch has no such name. Names that every use needs are taken when ampkit is imported, so that
-            the error comes then.
+    Names that every use needs are taken when ampkit is imported, so that the error comes then.
     """
     found = getattr(owner, name, _MISSING)
     if found is _MISSING:

@@ -19,17 +19,17 @@ for _name in (
     private(_SCALER, _name)
 
 
+private(torch.optim.SGD, "_init_group")
+# torch 2.11 has the fused kernel of Adagrad for CUDA, but its `_init_group` passes `cuda_unsupported=True` to the check
+# of devices, which then refuses to run it. torch 2.15 passes nothing, and runs it.
+FUSED_ADAGRAD_ON_CUDA = "cuda_unsupported" not in str(private(torch.optim.Adagrad, "_init_group").__code__.co_consts)
+_step_wrapper = private(torch.optim.Optimizer, "profile_hook_step")(lambda self: None).__code__
+
+
 def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch's GradScaler leaves unscaling and skipping to `optimizer.step`."""
     # Optimizers without such a step lack the name, so there is nothing to guard.
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-private(torch.optim.SGD, "_init_group")
-
-# torch 2.11 has the fused kernel of Adagrad for CUDA, but its `_init_group` passes `cuda_unsupported=True` to the check
-# of devices, which then refuses to run it. torch 2.15 passes nothing, and runs it.
-FUSED_ADAGRAD_ON_CUDA = "cuda_unsupported" not in str(private(torch.optim.Adagrad, "_init_group").__code__.co_consts)
 
 
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -46,9 +46,6 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     lists = len(inspect.signature(init_group).parameters) - 1
     for group in optimizer.param_groups:
         init_group(group, *([] for _ in range(lists)))
-
-
-_step_wrapper = private(torch.optim.Optimizer, "profile_hook_step")(lambda self: None).__code__
 
 
 def class_step(kind: type[torch.optim.Optimizer]) -> Any:

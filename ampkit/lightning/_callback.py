@@ -71,7 +71,6 @@ class AmpkitCallback(Callback):
     gradient norm (if there is a loss scale or clipping), samples per second, milliseconds per batch, graph replays and
     their share of all batches. They are written one interval late or later, so that nothing waits for the device. With
     `numerics` and `memory` their figures go to the loggers too, under `ampkit/numerics/` and `ampkit/memory/`.
-
     """
 
     def __init__(
@@ -163,11 +162,9 @@ class AmpkitCallback(Callback):
             name = STEP_OF[stage]
             self._evaluation = Evaluation(trainer, pl_module, name, self._options, self._give_up)
             self._last_reports[name] = self._evaluation.report
-        if stage == "fit":
-            self._set_up_fit(trainer, pl_module)
-
-    def _set_up_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        plugin = trainer.strategy.precision_plugin
+        if stage != "fit":
+            return
+        plugin = strategy.precision_plugin
         problem = why_not(trainer, pl_module, plugin, self._compile, self._scaler)
         if problem:
             self._last_reports["training_step"] = lambda: nothing_captured(problem)
@@ -180,7 +177,7 @@ class AmpkitCallback(Callback):
                     f"AmpkitCallback(policy={str(policy)!r}) and Trainer(precision={plugin.precision!r}), which is "
                     f"{str(trainers)!r}, disagree. Pass one of them, or the same dtypes in both."
                 )
-        if self._compile is not None and isinstance(trainer.strategy, SEVERAL_RANKS):
+        if self._compile is not None and isinstance(strategy, SEVERAL_RANKS):
             raise NotImplementedError(
                 f"AmpkitCallback(compile={self._compile!r}) does not work with several processes. Pass compile=None, "
                 "and compile the networks in your module: self.net = torch.compile(self.net)."

@@ -22,12 +22,8 @@ STEPS = ("validation_step", "test_step")
 class Evaluation:
     """Replaces `validation_step` or `test_step` of a Trainer's strategy; `end` puts the original back.
 
-    Args:
-        trainer: the Trainer, before anything of it was replaced.
-        module: the LightningModule.
-        name: of the step.
-        options: see `Options`.
-        give_up: called with the reason if the step is left to Lightning. It issues a warning, or raises.
+    To be made before anything else of the Trainer is replaced. `give_up` is called with the reason if the step is left
+    to Lightning. It issues a warning, or raises.
     """
 
     def __init__(

@@ -21,23 +21,25 @@ from .._step.graphed import set_gradients
 from .._torch.autograd.backward_thread import run_backwards_here
 from .._undo import Undo
 from . import _log_calls
-from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, not_returnable, uses_index
+from ._host_state import HostReads, HostWrites, not_comparable, not_returnable
 from ._trainer_reads import TrainerReads
+
+_WRITES_ELSEWHERE = (
+    "{0} changes a tensor that was made in inference mode and is no buffer of the module. Make it a buffer, or use "
+    "Trainer(inference_mode=False)."
+)
+_FEW_LOADERS = "Pass fewer dataloaders than max_graphs."
+_LEAVES_GRADIENTS = (
+    "{0} leaves gradients of parameters, and a captured step would leave none. Let it end with self.zero_grad(), or "
+    "pass AmpkitCallback(validate=False)."
+)
 
 
 class EvaluationPhase(NamedTuple):
-    """What a graph of an evaluation step belongs to, beside its batch.
+    """What a graph of an evaluation step belongs to, beside its batch."""
 
-    Attributes:
-        others: the dataloader, and the values that the step reads on the host.
-    """
-
-    others: tuple[Part, ...]
-
-    @property
-    def words(self) -> str:
-        """What a report says of the phase: nothing, since each method has a report of its own."""
-        return ""
+    others: tuple[Part, ...]  # the values that the step reads on the host, and the dataloader
+    words: str = ""  # a report says nothing of the phase, since each method has a report of its own
 
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call."""
@@ -47,16 +49,8 @@ class EvaluationPhase(NamedTuple):
 class EvaluationStep:
     """Calls `validation_step` or `test_step`, eagerly or as a graph.
 
-    Args:
-        forward: `forward(batch, *rest)` calls the step as Lightning does, with precision.
-        method: the name of the step.
-        module: the LightningModule.
-        device: where parameters and batches are.
-        options: see `Options`.
-        give_up: called with the reason when no further call will be captured. It issues a warning, or raises.
-
-    Attributes:
-        why_eager: why Lightning makes all further calls; "" while ampkit makes them.
+    `forward(batch, *rest)` calls the step as Lightning does, with precision. `give_up` is called with the reason when
+    no further call will be captured. It issues a warning, or raises.
     """
 
     def __init__(
@@ -74,19 +68,18 @@ class EvaluationStep:
         self._method = method
         self._module = module
         self._give_up = give_up
-        self._host_reads = HostReads(module, LightningModule, method)
+        self._host_reads = HostReads(module, method)
         self._trainer_reads = TrainerReads(trainer, module, self._host_reads, method)
         self._numbers = _log_calls.LoggedNumbers(method)
         self._log = _log_calls.LogForwarder(module, device, on_step=False)
         self._further_args: tuple[Any, ...] = ()  # of the step, after the batch
         self._loaders_seen: set[int] = set()
         self._problem = ""  # found in the current call
-        self.why_eager = ""
-        state = TrainingState({"model": module}, ())
+        self._why_eager = ""  # why Lightning makes all further calls; "" while ampkit makes them
         session = Session(
             fn=self._captured,
             captured=self._captured,
-            state=state,
+            state=TrainingState({"model": module}, ()),
             device=device,
             options=options,
             ranks=Ranks(None, device),
@@ -107,12 +100,9 @@ class EvaluationStep:
     def __call__(self, epoch: int, batch: Any, *further_args: Any) -> Any:
         """Return what the step returned. Its calls of `self.log` are made after it. Sync: none.
 
-        Args:
-            epoch: the number of the epoch.
-            batch: the first argument of the step.
-            further_args: its others: the index of the batch, and that of the dataloader if there are several.
+        Its further arguments are the index of the batch, and that of the dataloader if there are several.
         """
-        if self.why_eager:
+        if self._why_eager:
             return self._forward(batch, *further_args)
         loader = Part("dataloader_idx", further_args[1] if len(further_args) > 1 else 0, _FEW_LOADERS)
         phase = EvaluationPhase((*self._host_reads.parts(epoch), loader))
@@ -162,10 +152,7 @@ class EvaluationStep:
 
     def _recorded(self, batch: Any) -> dict[_log_calls.Template, list[Tensor]]:
         """Call the step, and note what a replay would not do."""
-        index = None
-        if self._further_args and self._host_reads.reads_index:
-            index = BatchIndex(self._further_args[0])
-            self._further_args = (index, *self._further_args[1:])
+        self._further_args, index = self._host_reads.watch_index(self._further_args)
         params = list(self._module.parameters())
         with Undo() as undo:
             # Casts that were captured live in the graph's pool and must not be seen outside.
@@ -175,32 +162,19 @@ class EvaluationStep:
             torch.clear_autocast_cache()
             set_gradients(params, [None] * len(params))
             with (
-                HostWrites(self._module, self._method) as writes,
+                HostWrites(self._module, index, self._method) as writes,
                 _log_calls.recorded(self._module, self._log) as log_calls,
                 self._trainer_reads.watching(),
             ):
                 output = self._forward(own_batch(batch), *self._further_args)
             if any(param.grad is not None for param in params):
                 self._problem = self._problem or _LEAVES_GRADIENTS.format(self._method)
-        if index is not None and index.used:
-            self._problem = self._problem or uses_index(self._method)
         output = dict(output) if isinstance(output, Mapping) else output
         self._problem = self._problem or writes.problem or not_returnable(output, self._method)
         template = _log_calls.Template((output, log_calls))
         return {template: template.take_tensors()}
 
     def _stay_eager(self, reason: str) -> None:
-        self.why_eager = reason
+        self._why_eager = reason
         self._engine.close()
         self._give_up(reason)
-
-
-_WRITES_ELSEWHERE = (
-    "{0} changes a tensor that was made in inference mode and is no buffer of the module. Make it a buffer, or use "
-    "Trainer(inference_mode=False)."
-)
-_FEW_LOADERS = "Pass fewer dataloaders than max_graphs."
-_LEAVES_GRADIENTS = (
-    "{0} leaves gradients of parameters, and a captured step would leave none. Let it end with self.zero_grad(), or "
-    "pass AmpkitCallback(validate=False)."
-)

@@ -32,24 +32,22 @@ from ._gradient_reads import GradientUses
 from ._host_state import HostReads
 from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
 from ._measurements import FitMeasurements
-from ._precision import ClosureUses, plugin_for
+from ._precision import plugin_for
 from ._statistics import StatisticsReader, TrainingStatistics
 from ._trainer_reads import TrainerReads
 from ._trainer_step import BatchPlace, Clip, TrainerStep
 
+_IN_THE_BAR = {
+    "loss_scale": "scale",
+    "skipped_steps": "skipped",
+    "grad_norm": "grad_norm",
+    "samples_per_second": "samples/s",
+    "graph_replays": "replays",
+}
+
 
 class Fit:
-    """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back.
-
-    Attributes:
-        policy: the user's, None if there is none.
-        scaler: takes the place of Lightning's.
-        statistics: reads loss scale, gradient norm and speed for the loggers.
-        first_step_by_lightning: whether Lightning still does the steps itself, until the first optimizer step is over.
-            Hooks between backward and that step then find the gradients that they may use.
-        in_optimizer_step: whether Lightning is in its optimizer step, which it enters for the last batch of a window.
-        backward_done: whether ampkit has done the backward of the current batch, so that Lightning's must do nothing.
-    """
+    """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back."""
 
     def __init__(
         self,
@@ -71,11 +69,12 @@ class Fit:
         self._measurements = measurements
         self._give_up = give_up
         self._logs = logs  # whether the statistics go to the loggers
-        self._host_reads = HostReads(module, LightningModule)
+        self._host_reads = HostReads(module)
         several_ranks = isinstance(strategy, SEVERAL_RANKS)  # one of them cannot turn to Lightning's step by itself
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._gradient_uses = GradientUses(module, callbacks, strict=several_ranks or options.on_failure == "raise")
-        # With several ranks always: a callback with such a hook may exist on one of them only.
+        # Whether Lightning does the steps until the first optimizer step is over, so that hooks before it find the
+        # gradients that they may use. With several ranks always: such a hook may exist on one of them only.
         self.first_step_by_lightning = several_ranks or bool(self._gradient_uses.hooks_before_step)
         self.device = strategy.root_device
         self._step: TrainerStep | None = None
@@ -83,10 +82,10 @@ class Fit:
         self._in_bar: dict[str, float] = {}
         self.policy = policy
         self.statistics = StatisticsReader(self.device, trainer.world_size)
-        self._problem = ""  # why Lightning does the steps, if that was found after the fit began
-        self._closure_problem: str | None = None  # the same, by the optimizer's first step; None before
-        self.in_optimizer_step = False
-        self.backward_done = False
+        self.problem = ""  # why Lightning does all steps from now on, if that was found after the fit began
+        self.closure_problem: str | None = None  # the same, by the optimizer's first step; None before
+        self.in_optimizer_step = False  # which Lightning enters for the last batch of a window
+        self.backward_done = False  # by ampkit, for the current batch, so that Lightning's must do nothing
         self._window_ended = False
         self._lightning_plugin = strategy.precision_plugin
         self._lightning_scaler: upstream.GradScaler | None = getattr(self._lightning_plugin, "scaler", None)
@@ -138,38 +137,26 @@ class Fit:
     def report(self) -> Report:
         """Return what happened to the batches so far. Waits for the device."""
         report = nothing_captured(None) if self._step is None else self._step.report()
-        return replace(report, failure=self._problem) if self._problem else report
-
-    # ------------------------------------------------------------------------------------------------------ one batch
-
-    @property
-    def left_to_lightning(self) -> bool:
-        """Whether Lightning does all steps from now on."""
-        return bool(self._problem)
+        return replace(report, failure=self.problem) if self.problem else report
 
     def prepare_step(self) -> bool:
         """Return whether ampkit does the step of this batch. If it does, its `TrainerStep` exists from here on."""
         trainer = self._trainer
-        if self._closure_problem is None:
+        if self.closure_problem is None:
             # A first step by Lightning shows what an optimizer that is not torch's does with its closure.
-            self._closure_problem, foreign = "", torch_class(trainer.optimizers[0]) is None
+            self.closure_problem, foreign = "", torch_class(trainer.optimizers[0]) is None
             self.first_step_by_lightning = self.first_step_by_lightning or foreign
         self.first_step_by_lightning = self.first_step_by_lightning and not _lightning_refuses_to_clip(trainer)
         begins_window = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0  # Lightning calls zero_grad
-        if self._gradient_uses.after_captured_step and begins_window and not self.left_to_lightning:
+        if self._gradient_uses.after_captured_step and begins_window and not self.problem:
             self._leave_to_lightning(self._gradient_uses.problem)
-        if self.left_to_lightning or self.first_step_by_lightning:
+        if self.problem or self.first_step_by_lightning:
             return False
         made_for = (trainer.optimizers[0], trainer.strategy.model, _clip(trainer))
         if made_for != self._step_made_for:
             self._make_step(*made_for)
             self._step_made_for = made_for
-        return not self.left_to_lightning
-
-    def end_lightnings_step(self, uses: ClosureUses) -> None:
-        """Take note of a step of the optimizer by Lightning."""
-        self.first_step_by_lightning = False
-        self._closure_problem = self._closure_problem or uses.problem
+        return not self.problem
 
     def _make_step(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
@@ -181,7 +168,7 @@ class Fit:
         problem = (
             ("" if agreed else uses.problem or Ranks.other_found)
             or why_not_optimizer(optimizer)
-            or self._closure_problem
+            or self.closure_problem
             or why_not_parameters(self._trainer, self._module, optimizer)
         )
         not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, ranks)
@@ -214,7 +201,7 @@ class Fit:
         )
 
     def _leave_to_lightning(self, problem: str) -> None:
-        self._problem, self.backward_done = problem, False
+        self.problem, self.backward_done = problem, False
         self._gradient_uses.restore_hooks()
         self._give_scaler_back()
         if self._step is not None:
@@ -247,8 +234,6 @@ class Fit:
             self.statistics.batches += 1
         return output
 
-    # ----------------------------------------------------------------------------------------------------- statistics
-
     def read_statistics(self) -> None:
         """Every `log_every_n_steps`, start new statistics and log the previous ones.
 
@@ -258,7 +243,7 @@ class Fit:
         ended, self._window_ended = self._window_ended, False
         trainer: Any = self._trainer  # some of its attributes are declared nowhere
         every = trainer.log_every_n_steps
-        if not ended or self._step is None or self.left_to_lightning or not every or trainer.global_step % every:
+        if not ended or self._step is None or self.problem or not every or trainer.global_step % every:
             return
         if (self._logs and trainer.loggers) or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
@@ -271,15 +256,6 @@ class Fit:
             self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
             for logger in self._trainer.loggers if self._logs else ():
                 logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=step)
-
-
-_IN_THE_BAR = {
-    "loss_scale": "scale",
-    "skipped_steps": "skipped",
-    "grad_norm": "grad_norm",
-    "samples_per_second": "samples/s",
-    "graph_replays": "replays",
-}
 
 
 def _batch_size(batch: Any) -> int:

@@ -22,23 +22,20 @@ _AFTER_STEP = ("on_train_batch_end", "on_train_epoch_end")
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "ampkit.")  # their callbacks use no gradients
 _GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
 _GRAD_METHODS = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
+_ADVICE = (
+    "To log the norm of the gradients, use ampkit/grad_norm. To change a gradient, use tensor.register_hook in "
+    "training_step."
+)
+_HOOK_ENDED = (
+    "There was no gradient this time, so the hook was ended there. From the next optimizer step on, Lightning trains "
+    "without ampkit."
+)
 
 
 class GradientUses(TorchFunctionMode):
     """Runs the hooks of a fit and notices each use of a parameter's gradient, also in functions that a hook calls.
 
-    Args:
-        module: the LightningModule.
-        callbacks: those of the Trainer.
-        strict: see the attribute.
-
-    Attributes:
-        strict: whether a use of gradients after a step of ampkit is an error. If not, it is a warning, and the hook
-            ends at that line.
-        hooks_before_step: names of the hooks that Lightning calls between backward and the optimizer's step.
-        gradients_exist: whether Lightning does the steps, so that hooks find gradients.
-        problem: which hook uses gradients, on which line, and what to write instead; "" if none does.
-        after_captured_step: whether a hook used gradients after a step of ampkit. The user was warned then.
+    Where it is `strict`, a use after a step of ampkit is an error. Otherwise it is a warning, and the hook ends there.
     """
 
     def __init__(self, module: nn.Module, callbacks: Sequence[Any], strict: bool) -> None:
@@ -54,9 +51,9 @@ class GradientUses(TorchFunctionMode):
         ]
         self._running: _WatchedHook | None = None
         self.hooks_before_step = [str(hook) for hook in self._hooks if hook.name in _BEFORE_STEP]
-        self.gradients_exist = True
-        self.problem = ""
-        self.after_captured_step = False
+        self.gradients_exist = True  # as long as Lightning does the steps
+        self.problem = ""  # which hook uses gradients, on which line, and what to write instead
+        self.after_captured_step = False  # whether a hook used gradients there. The user was warned then
 
     def restore_hooks(self) -> None:
         """Give all objects their own hooks back."""
@@ -104,21 +101,8 @@ class _NoGradientError(Exception):
     """Ends a hook that uses a gradient which does not exist."""
 
 
-_ADVICE = (
-    "To log the norm of the gradients, use ampkit/grad_norm. To change a gradient, use tensor.register_hook in "
-    "training_step."
-)
-_HOOK_ENDED = (
-    "There was no gradient this time, so the hook was ended there. From the next optimizer step on, Lightning trains "
-    "without ampkit."
-)
-
-
 class _WatchedHook:
-    """Replaces a hook of an object, and calls it through `GradientUses.run`.
-
-    A copy of the object gets the hook itself.
-    """
+    """Replaces a hook of an object, and calls it by `GradientUses.run`. A copy of the object gets the hook itself."""
 
     def __init__(self, owner: Any, name: str, uses: GradientUses) -> None:
         self.function = getattr(owner, name)

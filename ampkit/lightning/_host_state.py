@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from .._capture.host.code import codes_in
@@ -48,39 +49,31 @@ ADVICE = {
 }
 _IN_A_BUFFER = "Make it a buffer, and change the buffer in place."
 _CONTAINERS = (list, dict, set)
+_COMPARABLE = (Tensor, *CONSTANTS, torch.dtype, torch.device)
 
 
 class HostReads:
     """What a step and the methods it calls read of the Trainer, found in their bytecode.
 
-    The engine compares the attributes of the LightningModule, as those of all modules.
-
-    Args:
-        module: the LightningModule.
-        base: `LightningModule`. Its own methods are not searched.
-        method: the name of the step.
-
-    Attributes:
-        problem: a value that is read, that changes in every call, and that a graph would freeze; None if there is none.
-        reads_epoch: whether the code reads the number of the epoch.
-        reads_index: whether the code of the step uses its argument batch_idx, if only to pass it on.
+    The engine compares the attributes of the LightningModule, as those of all modules. The methods that it has from
+    Lightning are not searched.
     """
 
-    def __init__(self, module: nn.Module, base: type, method: str = "training_step") -> None:
+    def __init__(self, module: LightningModule, method: str = "training_step") -> None:
         readers: dict[str, str] = {}  # by attribute, which of the functions reads it
-        for function in _reached(type(module), method, base):
+        for function in _reached(type(module), method):
             for attribute in _attributes(function.__code__):
                 readers.setdefault(attribute, function.__qualname__)
-        self.problem: Problem | None = None
+        self.problem: Problem | None = None  # a value that is read, that changes in every call and would be frozen
         changing = next((name for name in ADVICE if name in readers), None)
         if changing is not None:
             frozen = f"{readers[changing]} reads self.{changing}, and a graph would freeze its value"
             self.problem = Problem(frozen, ADVICE[changing].format(HOOK_BEHIND[method]), graph_only=True)
         self._module = module
-        self.reads_epoch = "current_epoch" in readers
+        self.reads_epoch = "current_epoch" in readers  # the number of the epoch
         self._reads_hparams = "hparams" in readers
         step = _function(getattr(type(module), method, None))
-        self.reads_index = True
+        self.reads_index = True  # whether the code of the step uses its argument batch_idx, if only to pass it on
         if step is not None:
             code: CodeType = step.__code__
             arguments = code.co_varnames[1 : code.co_argcount]  # those by position, without self
@@ -99,6 +92,13 @@ class HostReads:
         kept = [(name, value) for name, value in found if isinstance(value, (Tensor, *CONSTANTS))]
         return [Part(f"self.{name}", _comparable(value), _IN_A_BUFFER) for name, value in kept]
 
+    def watch_index(self, args: tuple[Any, ...]) -> "tuple[tuple[Any, ...], BatchIndex | None]":
+        """Return the arguments behind the batch for a call that is watched, and the batch_idx among them if it is."""
+        if not args or not self.reads_index:
+            return args, None
+        index = BatchIndex(args[0])
+        return (index, *args[1:]), index
+
 
 def _comparable(value: Any) -> Hashable:
     """Return a key that compares numbers and strings by type and value, tensors by identity."""
@@ -107,22 +107,16 @@ def _comparable(value: Any) -> Hashable:
 
 @dataclass(eq=False)
 class HostWrites:
-    """Context that finds what one run of a step changes on the host.
+    """Context that finds what one run of a step changes on the host, and whether it computes with batch_idx.
 
     It compares the module's attributes that are numbers, strings, tensors and containers before and after, and counts
     the updates of torchmetrics' metrics in it.
-
-    Args:
-        module: the LightningModule.
-        method: the name of the step.
-
-    Attributes:
-        problem: a change that a replay would not make, and what to write instead; "" if there is none.
     """
 
-    _module: nn.Module
+    _module: nn.Module  # a LightningModule
+    _index: "BatchIndex | None"  # which the step got, if it is watched
     _method: str = "training_step"
-    problem: str = ""
+    problem: str = ""  # what a replay would do in another way, and what to write instead; "" if there is nothing
 
     def __enter__(self) -> "HostWrites":
         self._metrics, self._attributes = _host_values(self._module)
@@ -133,7 +127,12 @@ class HostWrites:
         updated = [name for name, count in metrics.items() if count != self._metrics.get(name, 0)]
         changed = [name for name, value in attributes.items() if value != self._attributes.get(name, value)]
         hook = HOOK_BEHIND[self._method]
-        if updated:
+        if self._index is not None and self._index.used:
+            self.problem = (
+                f"{self._method} computes with batch_idx, and a graph would freeze its value. Do what depends on it in "
+                f"{hook.replace('_end', '_start')} or {hook}, or count batches in a buffer."
+            )
+        elif updated:
             self.problem = (
                 f"{self._method} updates self.{updated[0]}, a metric of torchmetrics, which counts on the host. Return "
                 f"the metric's inputs (return {{'loss': loss, 'preds': preds}}), and update and log it in {hook}."
@@ -185,29 +184,11 @@ def _unseen(tree: Any) -> str:
     return next((type(leaf).__name__ for leaf in tree_flatten(tree)[0] if not isinstance(leaf, _COMPARABLE)), "")
 
 
-_COMPARABLE = (Tensor, *CONSTANTS, torch.dtype, torch.device)
-
-
-# ------------------------------------------------------------------------------------------------------------ batch_idx
-
-
-def uses_index(method: str) -> str:
-    """Return what to say of a step that computes with batch_idx."""
-    behind = HOOK_BEHIND[method]
-    return (
-        f"{method} computes with batch_idx, and a graph would freeze its value. Do what depends on it in "
-        f"{behind.replace('_end', '_start')} or {behind}, or count batches in a buffer."
-    )
-
-
 class BatchIndex(int):
     """A batch_idx that notices when something is computed with it.
 
     It notices Python's arithmetic, comparison, formatting and hashing, and most operations of torch. It does not notice
     C code that reads the number directly: `torch.full`, `torch.tensor`, an index into a list.
-
-    Attributes:
-        used: whether something was computed with it.
     """
 
     used = False
@@ -232,15 +213,12 @@ for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _
     setattr(BatchIndex, f"__{_name}__", partialmethod(BatchIndex._use, getattr(int, f"__{_name}__")))
 
 
-# ------------------------------------------------------------------------------------------------------------ bytecode
-
-
-def _reached(cls: type, method: str, base: type) -> Iterator[Any]:
+def _reached(cls: type, method: str) -> Iterator[Any]:
     """Yield the functions of a class that a method may call: those whose name it reads, and so on, itself first.
 
     An attribute of any object counts, since bytecode does not say whose it is.
     """
-    classes = [parent for parent in cls.__mro__ if parent not in base.__mro__]
+    classes = [parent for parent in cls.__mro__ if parent not in LightningModule.__mro__]
     to_search, seen = [method], {method}
     while to_search:
         name = to_search.pop()

@@ -21,9 +21,14 @@ from ._host_state import HostReads
 PRIVATE_NAMES = {
     "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
 }
-
-
 SEVERAL_RANKS = (DDPStrategy, ModelParallelStrategy)  # strategies whose ranks decide together
+# Methods of a module that are parts of the step, and what to write instead of overriding them.
+_PARTS_OF_STEP = {
+    "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
+    "backward": "Return the loss whose gradient you want.",
+    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
+    "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
+}
 
 
 def why_not(
@@ -31,12 +36,7 @@ def why_not(
 ) -> str:
     """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can.
 
-    Args:
-        trainer: of the fit.
-        module: what it trains.
-        plugin: the Trainer's own precision plugin.
-        compile: see `AmpkitCallback`.
-        scaler: takes the place of the plugin's, if there is one.
+    The plugin is the Trainer's own, whose scaler the user's takes the place of, if there is one.
     """
     if not module.automatic_optimization:
         return (
@@ -62,7 +62,7 @@ def why_not(
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
     # Compiled code tells nobody what it reads of the Trainer.
-    read = None if compile is None else HostReads(module, LightningModule).problem
+    read = None if compile is None else HostReads(module).problem
     return "" if read is None else f"{read.what}. {read.advice}"
 
 
@@ -109,15 +109,6 @@ def _why_not_strategy(strategy: Strategy) -> str:
     return ""
 
 
-# Methods of a module that are parts of the step, and what to write instead of overriding them.
-_PARTS_OF_STEP = {
-    "optimizer_step": "For a warm-up of the learning rate use a scheduler with interval='step'.",
-    "backward": "Return the loss whose gradient you want.",
-    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=..., gradient_clip_algorithm=...).",
-    "optimizer_zero_grad": "Leave it out: gradients are None before each backward.",
-}
-
-
 def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return why ampkit cannot step this optimizer, "" if it can."""
     if not any(group["params"] for group in optimizer.param_groups):
@@ -126,10 +117,7 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def why_not_parameters(trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> str:
-    """Return why ampkit cannot train these parameters, "" if it can.
-
-    Parameters that `fully_shard` has split must not be gathered.
-    """
+    """Return why ampkit cannot train these parameters, "" if it can. Those that are split must not be gathered."""
     if problem := why_not_sharded(module) or why_not_module(module, trainer.strategy):
         return problem
     known = set(module.parameters())

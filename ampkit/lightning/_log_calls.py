@@ -18,6 +18,12 @@ from .._torch.tensors.tree import tree_flatten
 from .._undo import Undo
 from ._host_state import HOOK_BEHIND
 
+_MAX_CONSTANTS = 64  # eager steps may log a new number each time, which must not fill the memory
+_READ_BY_THE_BAR = (
+    "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "
+    "one waits for the device, even if no bar is shown. Leave prog_bar out, or pass on_step=False, on_epoch=True."
+)
+
 
 class LogCall(NamedTuple):
     """One call of `self.log`."""
@@ -29,15 +35,11 @@ class LogCall(NamedTuple):
 
 
 class Template:
-    """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity.
-
-    Attributes:
-        filled: `filled(iterator)` returns the pytree with the iterator's tensors at the places of its own.
-    """
+    """A pytree without its tensors, to be filled with those of another replay. A dict key, compared by identity."""
 
     def __init__(self, tree: Any) -> None:
         self._rebuilt = Rebuilt(tree)
-        self.filled = self._rebuilt.with_tensors
+        self.filled = self._rebuilt.with_tensors  # returns the pytree with an iterator's tensors in place of its own
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them: they are memory of a graph, which the template may outlive."""
@@ -53,20 +55,17 @@ def recorded(module: nn.Module, forwarder: "LogForwarder") -> Iterator[list[LogC
     """Context in which `module.log` only appends to the list that the context yields.
 
     Lightning's own `log` must not be captured: it replaces the tensors in which it sums, so means over an epoch would
-    be wrong without any message. A tensor is cloned, as Lightning does, since the step may change it later.
-
-    Args:
-        module: the LightningModule.
-        forwarder: makes the calls if the step reads what it has logged: see `catch_up`.
+    be wrong without any message. A tensor is cloned, as Lightning does, since the step may change it later. The
+    forwarder makes the calls if the step reads what it has logged: see `catch_up`.
     """
     recorder = _LogRecorder(forwarder)
-    before = vars(module).get("log")
+    attributes = vars(module)
     with Undo() as undo:
-        if before is None:
-            undo.note(vars(module).pop, "log", None)
+        if "log" in attributes:
+            undo.note(attributes.update, {"log": attributes["log"]})
         else:
-            undo.note(vars(module).update, {"log": before})
-        vars(module)["log"] = recorder
+            undo.note(attributes.pop, "log", None)
+        attributes["log"] = recorder
         yield recorder.calls
 
 
@@ -98,17 +97,11 @@ class _LogRecorder:
 
 
 class LogForwarder:
-    """Makes recorded calls of `module.log`, after the step.
-
-    Args:
-        module: the LightningModule.
-        device: where the step computes.
-        on_step: whether Lightning takes the value of each batch if `self.log` does not say: in training it does.
-    """
+    """Makes recorded calls of `module.log`, after the step."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, on_step: bool) -> None:
         self._module = module
-        self._on_step = on_step
+        self._on_step = on_step  # whether Lightning takes the value of each batch if `self.log` does not say
         self._device = device
         self._constants: dict[float, Tensor] = {}  # tensors on the device, by the number that they contain
         self._warned = device.type != "cuda"  # elsewhere reading a value waits for nothing
@@ -138,32 +131,15 @@ class LogForwarder:
         return prog_bar and (self._on_step if on_step is None else on_step)
 
 
-_MAX_CONSTANTS = 64  # eager steps may log a new number each time, which must not fill the memory
-_READ_BY_THE_BAR = (
-    "AmpkitCallback: self.log({0!r}, ..., prog_bar=True) makes Lightning read the value on every batch, so that each "
-    "one waits for the device, even if no bar is shown. Leave prog_bar out, or pass on_step=False, on_epoch=True."
-)
-
-
 @dataclass(eq=False)
 class LoggedNumbers:
-    """Finds a Python number that a step logs with several values, because a graph would log one of them each time.
+    """Finds a Python number that a step logs with several values, because a graph would log one of them each time."""
 
-    Args:
-        method: the name of the step.
-    """
-
-    _method: str
+    _method: str  # the name of the step
     _values: dict[Hashable, float] = field(default_factory=dict)
 
     def problem(self, log_calls: list[LogCall], batch: Any, phase: Hashable = None) -> str:
-        """Return which number was logged with another value for a batch of these shapes before, "" if none was.
-
-        Args:
-            log_calls: those of one call of the step.
-            batch: its batch.
-            phase: what else may decide what is logged.
-        """
+        """Return which number was logged with another value for a batch of these shapes, in this phase, before."""
         shapes = tuple(leaf.shape for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
         for name, value, _, _ in log_calls:
             if not isinstance(value, (bool, int, float)):

@@ -16,21 +16,10 @@ _MIB = 2**20
 
 
 class FitMeasurements:
-    """Measures in a fit what the user asked for.
+    """Measures in a fit what the user asked for: the numbers of one optimizer step in so many, the memory of one step.
 
-    Args:
-        numerics_every: measure the numbers of one optimizer step in this many; None measures none.
-        record_memory: whether to record the memory of a step.
-        warmup: eager steps before a capture, None where nothing is captured. The last one runs under the preflight,
-            which looks for operations that a graph cannot contain.
-
-    Attributes:
-        numerics: measures the numbers of the newest training step; None if `numerics_every` is None.
-        memory_profile: the memory of one step, None until it was recorded.
-        steps_before_recording: how many optimizer steps come before the one to record; None if there is none.
-
-    Raises:
-        ValueError: if an argument cannot work.
+    The warm-up is the eager steps before a capture, None where nothing is captured. The last one runs under the
+    preflight, which looks for operations that a graph cannot contain. Raises ValueError if an argument cannot work.
     """
 
     def __init__(self, numerics_every: int | None, record_memory: bool, warmup: int | None) -> None:
@@ -44,8 +33,8 @@ class FitMeasurements:
                 "warm-up, and there is none. Use warmup=2 or more."
             )
         self._numerics_every = numerics_every
-        # How many optimizer steps come before the recorded one. The first step allocates the optimizer's state, so the
-        # second is recorded, unless it is the last one of the warm-up, under the preflight.
+        # How many optimizer steps come before the recorded one; None if there is none. The first step allocates the
+        # optimizer's state, so the second is recorded, unless it is the last one of the warm-up, under the preflight.
         self.steps_before_recording = (0 if warmup == 2 else 1) if record_memory else None
         self._profile_logged = False
         self.numerics: Numerics | None = None

@@ -16,6 +16,15 @@ from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
 from .._torch.tensors.tensors import version
 
+_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
+_CALLS_CLOSURE = "Write a loop of your own, and capture forward and backward by ampkit.graphed."
+# The hooks of a module that nobody has overridden, which do nothing.
+_NOT_OVERRIDDEN = [
+    LightningModule.on_before_optimizer_step,
+    LightningModule.configure_gradient_clipping,
+    LightningModule.clip_gradients,
+]
+
 
 class FitProtocol(Protocol):
     """What the plugin reads and sets of the fit that it belongs to. `_fit.Fit` explains each name."""
@@ -26,13 +35,10 @@ class FitProtocol(Protocol):
     in_optimizer_step: bool
     first_step_by_lightning: bool
     backward_done: bool
-
-    @property
-    def left_to_lightning(self) -> bool: ...
+    problem: str
+    closure_problem: str | None
 
     def prepare_step(self) -> bool: ...
-
-    def end_lightnings_step(self, uses: "ClosureUses") -> None: ...
 
 
 class StepPrecision(Precision):
@@ -60,11 +66,12 @@ class StepPrecision(Precision):
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
         hooked = _is_hooked(model)
         if not self.fit.prepare_step():
-            if self.fit.left_to_lightning:
+            if self.fit.problem:
                 return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             uses = ClosureUses(optimizer, closure)
             result = super().optimizer_step(optimizer, model=model, closure=uses, **kwargs)
-            self.fit.end_lightnings_step(uses)
+            self.fit.first_step_by_lightning = False
+            self.fit.closure_problem = self.fit.closure_problem or uses.problem
             return result
         original = vars(optimizer).get("step")  # schedulers replace it to count steps
 
@@ -104,20 +111,17 @@ class StepPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning's plugin would return, unless the loss scale has settings that torch's has not."""
         scaler = self.fit.scaler
-        if self.fit.left_to_lightning or not scaler.is_enabled():
+        if self.fit.problem or not scaler.is_enabled():
             return super().state_dict()
         works_like_torch = scaler.rule().items() >= _RULE_OF_TORCH.items()
         return upstream.GradScaler.state_dict(scaler) if works_like_torch else scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the loss scale from a state dict of this plugin or of Lightning's."""
-        if self.fit.left_to_lightning or not self.fit.scaler.is_enabled():
+        if self.fit.problem or not self.fit.scaler.is_enabled():
             super().load_state_dict(state_dict)
         else:
             self.fit.scaler.load_state_dict(state_dict)
-
-
-_RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
 
 
 class ClosureUses:
@@ -151,9 +155,6 @@ class ClosureUses:
         return [version(param) for param in parameters(self._optimizer)]
 
 
-_CALLS_CLOSURE = "Write a loop of your own, and capture forward and backward by ampkit.graphed."
-
-
 def plugin_for(fit: FitProtocol, plugin: Precision) -> Precision:
     """Return a copy of the plugin that leaves out what ampkit has done.
 
@@ -176,17 +177,11 @@ def _is_hooked(model: LightningModule) -> bool:
     """
     trainer: Any = model.trainer
     own = (model.on_before_optimizer_step, model.configure_gradient_clipping, model.clip_gradients)
-    if type(trainer.profiler) is not PassThroughProfiler or [getattr(hook, "__func__", None) for hook in own] != _NONE:
+    functions = [getattr(hook, "__func__", None) for hook in own]
+    if type(trainer.profiler) is not PassThroughProfiler or functions != _NOT_OVERRIDDEN:
         return True
     hooks = (getattr(callback.on_before_optimizer_step, "__func__", None) for callback in trainer.callbacks)
     return any(hook is not Callback.on_before_optimizer_step for hook in hooks)
-
-
-_NONE = [
-    LightningModule.on_before_optimizer_step,
-    LightningModule.configure_gradient_clipping,
-    LightningModule.clip_gradients,
-]
 
 
 def _put_back(optimizer: Any, replacement: Any, original: Any) -> None:

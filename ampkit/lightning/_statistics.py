@@ -11,16 +11,13 @@ from torch import Tensor
 
 from .._optimizer.scaler import GradScaler
 
+_MOST_PENDING = 64  # each holds a few bytes of pinned memory
+
 
 class TrainingStatistics(NamedTuple):
-    """The statistics after one optimizer step.
+    """The statistics after one optimizer step, by name. A value that is not known is left out."""
 
-    Attributes:
-        step: the number of that step.
-        values: by name. A value that is not known is left out.
-    """
-
-    step: int
+    step: int  # its number
     values: dict[str, float]
 
 
@@ -31,22 +28,13 @@ class StatisticsReader:
     The loggers of a Trainer need numbers. `Trainer.log_metrics` and each logger would call `.item()` on a tensor, which
     waits for all steps that were launched before. So tensors are copied to pinned memory, and given to the loggers once
     an event says that the copy is done: one interval later, or more if the device is that far behind.
-
-    Args:
-        device: where the step computes.
-        processes: how many processes train on batches of this size.
-
-    Attributes:
-        samples: how many samples this process has trained on since the interval began. The caller counts them.
-        batches: how many batches these were, counted by the caller too.
-        interval_start: when the interval began; None while the time does not count. The caller may set it to None.
     """
 
     _device: torch.device
-    _processes: int
-    samples: int = 0
-    batches: int = 0
-    interval_start: "_Timestamp | None" = None
+    _processes: int  # how many train on batches of this size
+    samples: int = 0  # that this process has trained on since the interval began, counted by the caller
+    batches: int = 0  # the same
+    interval_start: "_Timestamp | None" = None  # None while the time does not count; the caller may set it to None
     _pending: "deque[_PendingStatistics]" = field(default_factory=deque)
 
     def start_timing(self) -> None:
@@ -66,10 +54,9 @@ class StatisticsReader:
         now = _Timestamp(self._device)
         known = scaler.tensors() if scaler.is_enabled() else {}
         tensors = {"loss_scale": known.get("scale"), "skipped_steps": known.get("skipped"), "grad_norm": grad_norm}
-        start = self.interval_start
         interval = None
-        if start is not None:
-            interval = _Interval(start, now, self.samples * self._processes, self.batches)
+        if self.interval_start is not None:
+            interval = _Interval(self.interval_start, now, self.samples * self._processes, self.batches)
         known_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._pending.append(_PendingStatistics(step, known_tensors, numbers, interval))
         self.interval_start, self.samples, self.batches = now, 0, 0
@@ -79,9 +66,6 @@ class StatisticsReader:
         """Return all statistics that `start` has not returned yet. Sync: waits for their copies."""
         pending, self._pending = self._pending, deque()
         return [statistics.read() for statistics in pending]
-
-
-_MOST_PENDING = 64  # each holds a few bytes of pinned memory
 
 
 class _Interval(NamedTuple):
@@ -97,11 +81,7 @@ class _PendingStatistics:
     """Statistics on their way from the device."""
 
     def __init__(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        numbers: dict[str, float],
-        interval: _Interval | None,
+        self, step: int, tensors: dict[str, Tensor], numbers: dict[str, float], interval: _Interval | None
     ) -> None:
         self._step = step
         self._names = list(tensors)

@@ -25,17 +25,10 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOOPS = ("fit_loop", "validate_loop", "test_loop")  # their counters
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _OF_TRAINER = (
-    "global_step",
-    "current_epoch",
-    "is_last_batch",
+    *("global_step", "current_epoch", "is_last_batch", "logger", "loggers", "optimizers", "lr_scheduler_configs"),
     *_METRICS,
-    "logger",
-    "loggers",
-    "optimizers",
-    "lr_scheduler_configs",
 )
 _OF_MODULE = ("optimizers", "lr_schedulers")
-_OF_STRATEGY = ("optimizers",)
 _OnRead = Callable[[str, FrameType], None]
 _Watched = tuple[type, str, Any]  # a class, the name of an attribute, and what takes its place
 
@@ -44,25 +37,16 @@ class TrainerReads:
     """Notices what a step reads of its Trainer, in the functions that it calls, too, and reports the line.
 
     A value counts where it is read: a counter behind a condition that is false keeps nothing from being captured.
-    Compiled code runs no Python. If a step calls such code, all counts that stands in its bytecode.
-
-    Args:
-        trainer: the Trainer.
-        module: the LightningModule.
-        host_reads: what the step may read, as its bytecode has it.
-        method: the name of the step.
-
-    Attributes:
-        noticed: whether the last call has read something that a graph would freeze.
+    Compiled code runs no Python. If a step calls such code, all counts that stands in its bytecode (`host_reads`).
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, host_reads: HostReads, method: str) -> None:
         self._trainer, self._module, self._method = trainer, module, method
         self._host_reads = host_reads
         self._thread = threading.get_ident()
-        self.noticed = False
+        self.noticed = False  # whether the last call has read something that a graph would freeze
         # Made once: compiled code is compiled anew if another object takes the place of one that it uses.
-        named = [(trainer, name) for name in _OF_TRAINER] + [(trainer.strategy, name) for name in _OF_STRATEGY]
+        named = [*((trainer, name) for name in _OF_TRAINER), (trainer.strategy, "optimizers")]
         properties = [each for each in named if isinstance(getattr(type(each[0]), each[1], None), property)]
         loops = [(trainer, name) for name in _LOOPS]
         self._watched = [_watched_property(owner, name, self._on_read) for owner, name in properties + loops]
@@ -109,9 +93,6 @@ def _reader(frame: FrameType | None) -> FrameType | None:
             return None if module.startswith("ampkit.") else frame
         frame = frame.f_back
     return None
-
-
-# ------------------------------------------------------------------------ what takes the place of attributes of a class
 
 
 def _watched_property(owner: Any, name: str, on_read: _OnRead) -> _Watched:

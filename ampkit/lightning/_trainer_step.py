@@ -29,7 +29,7 @@ from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from . import _log_calls
 from ._compiled_step import WARM_UP, CompiledBatchStep, training_step_of
-from ._host_state import BatchIndex, HostReads, HostWrites, not_comparable, uses_index
+from ._host_state import HostReads, HostWrites, not_comparable
 from ._trainer_reads import TrainerReads
 
 
@@ -41,23 +41,12 @@ class Clip(NamedTuple):
 
 
 class BatchPlace(NamedTuple):
-    """The place of a batch in a window, which is the batches whose gradients are summed for one optimizer step.
+    """The place of a batch in a window, which is the batches whose gradients are summed for one optimizer step."""
 
-    Attributes:
-        first: whether the batch begins the window.
-        last: whether the optimizer steps after this batch.
-        divisor: the loss is divided by this before backward.
-        epoch: the number of the epoch.
-    """
-
-    first: bool
-    last: bool
-    divisor: int
-    epoch: int
-
-
-def _already_called() -> None:
-    """Take the place of the closure that does forward and backward, which have been done: see `ClosureUses`."""
+    first: bool  # whether the batch begins the window
+    last: bool  # whether the optimizer steps after this batch
+    divisor: int  # the loss is divided by this before backward
+    epoch: int  # its number
 
 
 class NoLossError(NoStepError):
@@ -72,27 +61,10 @@ class NoLossError(NoStepError):
 class TrainerStep:
     """Calls `training_step`, and does backward and optimizer step with it, eagerly or as a graph.
 
-    Args:
-        forward: `forward(batch, *rest)` calls `training_step` as Lightning does, with wrappers and precision.
-        context: returns the context in which Lightning calls `training_step`.
-        compile: see `AmpkitCallback`.
-        module: the LightningModule.
-        ranks: the processes that train together: those of the wrapper that Lightning put around the module, such as
-            DDP, or of the module itself.
-        optimizer: the only one of the fit.
-        host_reads: the values that `training_step` reads on the host.
-        trainer_reads: notices what it reads of the Trainer.
-        device: where parameters and batches are.
-        scaler: enabled or not.
-        clip: how to clip.
-        options: see `Options`.
-        observer: measures some of the steps; None if nothing does.
-        place: where the optimizer steps.
-        give_up: called with the reason when no further call will be captured. It issues a warning, or raises.
-
-    Attributes:
-        grad_norm: norm of the unscaled gradients of the last window before clipping, None if it was not computed.
-        backward_done: whether the last call did a backward, so that Lightning must not do it again.
+    `forward(batch, *rest)` calls `training_step` as Lightning does, with wrappers and precision; `context` returns the
+    context in which it does so. The ranks are those of the wrapper that Lightning put around the module, such as DDP,
+    or of the module itself. `give_up` is called with the reason when no further call will be captured. It issues a
+    warning, or raises.
     """
 
     def __init__(
@@ -146,7 +118,8 @@ class TrainerStep:
         )
         takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
         if takes_closure and not scaler.is_enabled():
-            self._step.closure = (_already_called,)  # as from Lightning, without a loss scale
+            # As from Lightning, without a loss scale. Forward and backward have been done: see `ClosureUses`.
+            self._step.closure = (lambda: None,)
         self._engine = self._make_engine(device, options, place, compile)
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
@@ -156,8 +129,8 @@ class TrainerStep:
         self._logged_numbers = _log_calls.LoggedNumbers("training_step")
         self._problem = ""  # found in the calls that are checked
         self._why_eager = ""  # why no further call is captured
-        self.grad_norm: Tensor | None = None
-        self.backward_done = False
+        self.grad_norm: Tensor | None = None  # of the last window, unscaled, before clipping; None if not computed
+        self.backward_done = False  # whether the last call did a backward, so that Lightning must not do it again
 
     def _make_engine(
         self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
@@ -217,8 +190,8 @@ class TrainerStep:
         if self._ranks.sharded:
             self._ranks.gather("AmpkitCallback")  # the engine compares the parameters with those of the last call
         self._further_args, self.backward_done, self._divisor = further_args, False, place.divisor
-        parts = (*self._host_reads.parts(place.epoch), Part("accumulate_grad_batches", place.divisor, _SAME_WINDOW))
-        in_window = Place(place.first, place.last, parts)
+        divisor = Part("accumulate_grad_batches", place.divisor, "Keep accumulate_grad_batches the same.")
+        in_window = Place(place.first, place.last, (*self._host_reads.parts(place.epoch), divisor))
         try:
             try:
                 out = self._turn.call(self._window.run, (batch,), {}, in_window)
@@ -235,8 +208,6 @@ class TrainerStep:
         self._log(log_calls)
         return output
 
-    # ------------------------------------------------------------------------------------------- the call of the engine
-
     def _guarded_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> PartOfStep:
         """Take the place of the engine while calls are checked, and once no further call will be captured."""
         batch = args[0]
@@ -245,14 +216,9 @@ class TrainerStep:
         # In the warm-up, the result of `training_step` must depend on its batch and tensors only.
         self._calls_to_check -= 1
         self._problem = self._problem or not_comparable(batch)
-        index = None
-        if self._further_args and self._host_reads.reads_index:
-            index = BatchIndex(self._further_args[0])
-            self._further_args = (index, *self._further_args[1:])
-        with HostWrites(self._module) as writes:
+        self._further_args, index = self._host_reads.watch_index(self._further_args)
+        with HostWrites(self._module, index) as writes:
             part = self._call_or_stay_eager(phase, batch)
-        if index is not None and index.used:
-            self._problem = self._problem or uses_index("training_step")
         ((template, tensors),) = part.output.aux.items()
         log_calls = template.filled(iter(tensors))[1]
         self._problem = self._problem or writes.problem
@@ -309,6 +275,3 @@ class TrainerStep:
             self._engine.close()
             if self._captures:
                 self._give_up(reason)
-
-
-_SAME_WINDOW = "Keep accumulate_grad_batches the same."

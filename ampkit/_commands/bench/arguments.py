@@ -13,10 +13,10 @@ import torch
 from ..._errors import UsageError
 from ..._precision.policy import Policy
 from ..output import DONE, FOUND, Output, complain, exit_codes, json_file, policy, say
-from ..users_function import users_function
+from ..users_function import takes, users_function
 from . import measure as _bench
 from . import report as _bench_report
-from .cases import BATCH, BATCHES, CASES, INPUTS, RETURNED, takes_batch_size, user_case
+from .cases import BATCH, BATCHES, CASES, INPUTS, RETURNED, user_case
 from .session import Plan
 from .variants import VARIANTS, Setting
 
@@ -145,7 +145,16 @@ def _run_bench(args: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"--variants {' '.join(args.variants)}: none can be measured here. {' '.join(notes)}")
     command = shlex.join(["python", "-m", "ampkit", *args.argv])
     figures = _bench_report.Figures(_bench.describe(setting, plan, command), notes)
-    _measure(figures, _jobs(args, cuda), keys, setting, plan, output)
+    jobs = _jobs(args, cuda)
+    try:
+        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()))
+    except BaseException as error:  # Ctrl-C, too: the figures so far are shown
+        figures.results = [result for result in figures.results if result.rows]
+        figures.notes.append(f"Not complete: {type(error).__name__} ended the run early.")
+        raise
+    finally:
+        if figures.results:
+            output.show(_bench_report.table(figures), figures.to_json())
     rows = _bench_report.cases(figures.results)
     if (failed := sum(row.ms is None for _, row in rows)) == len(rows):
         complain(args.parser.prog, "no variant could be measured. Each row of the table, or of the JSON, says why.")
@@ -161,7 +170,6 @@ def usual_policy(device: torch.device) -> Policy:
 
 
 def _jobs(args: argparse.Namespace, cuda: bool) -> list[_bench.Job]:
-    """Return a job for each model and batch size."""
     models = ["resnet18-cifar"]
     if args.quick and args.input != "uint8":  # which only images can be
         models = ["mlp", "resnet18-cifar"] if cuda else ["mlp"]
@@ -177,25 +185,5 @@ def jobs_of(model: str, batches: list[int]) -> list[_bench.Job]:
         function = users_function(model, RETURNED, ["the batch size"])
     except UsageError as error:
         raise UsageError(f"--model {error} Models: {', '.join(CASES)}.") from None
-    batches = batches if takes_batch_size(function) else batches[:1]
+    batches = batches if takes(function, 1) else batches[:1]
     return [_bench.Job(model, partial(user_case, model, function, batch), batch) for batch in batches]
-
-
-def _measure(
-    figures: _bench_report.Figures,
-    jobs: list[_bench.Job],
-    keys: list[str],
-    setting: Setting,
-    plan: Plan,
-    output: Output,
-) -> None:
-    """Measure and show the figures. If Ctrl-C or an error ends the run early, show those measured so far."""
-    try:
-        _bench.run(figures, jobs, keys, setting, plan, lambda: output.save(figures.to_json()))
-    except BaseException as error:
-        figures.results = [result for result in figures.results if result.rows]
-        figures.notes.append(f"Not complete: {type(error).__name__} ended the run early.")
-        raise
-    finally:
-        if figures.results:
-            output.show(_bench_report.table(figures), figures.to_json())

@@ -33,22 +33,14 @@ class CaseError(UsageError):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, optimizer and batches. Model and batches are in host memory.
+    """A model, its loss, optimizer and batches. Model and batches are in host memory."""
 
-    Attributes:
-        loss_fn: `loss_fn(model, *batch)` returns the loss, a tensor of shape ().
-        model: copied for each variant, so that all start from the same weights.
-        optimizer: `optimizer(params)` makes torch's default implementation, `optimizer(params, fused=True)` the fused
-            one. An example is `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        batches: used in order, again and again.
-        decode: turns a batch on the device into the arguments of `loss_fn`; None if it needs no decoding.
-    """
-
-    loss_fn: Callable[..., Tensor]
-    model: nn.Module
+    loss_fn: Callable[..., Tensor]  # loss_fn(model, *batch) returns the loss, a tensor of shape ()
+    model: nn.Module  # copied for each variant, so that all start from the same weights
+    # optimizer(params) makes torch's default implementation, optimizer(params, fused=True) the fused one.
     optimizer: Callable[..., torch.optim.Optimizer]
-    batches: Sequence[Batch]
-    decode: Callable[[Batch], Batch] | None = None
+    batches: Sequence[Batch]  # used in order, again and again
+    decode: Callable[[Batch], Batch] | None = None  # makes the arguments of `loss_fn` of a batch on the device
 
     @property
     def batch_size(self) -> int:
@@ -60,11 +52,7 @@ class Case:
 def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "prefetch") -> Case:
     """Return the case with its batches on the device or in pinned memory, and floating tensors in this dtype.
 
-    Args:
-        case: its batches are in host memory.
-        dtype: of floating tensors when they reach the model.
-        device: trains the model. If it is a CUDA device, batches that stay in host memory are pinned.
-        source: a key of `INPUTS`.
+    The source is a key of `INPUTS`. With "uint8", images become uint8 ones, which `decode` normalises on the device.
 
     Raises:
         CaseError: if the source is "uint8" and the case has no images.
@@ -88,7 +76,7 @@ def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "p
         return leaf.pin_memory() if device.type == "cuda" else leaf
 
     batches = [_map_leaves(leaf_ready, batch) for batch in case.batches]
-    return replace(case, batches=batches, decode=_Decode(images, dtype, device) if images else None)
+    return replace(case, batches=batches, decode=_decoder(images, dtype, device) if images else None)
 
 
 def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
@@ -97,49 +85,34 @@ def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
     return mapped
 
 
-class _Decode:
-    """Turns uint8 images into normalised ones in channels_last, with one kernel.
+def _decoder(images: Collection[int], dtype: torch.dtype, device: torch.device) -> Callable[[Batch], Batch]:
+    """Return a function that normalises the leaves of a batch that are uint8 images, each with one kernel.
 
-    Args:
-        leaves: indices of the leaves of a batch that are images.
-        dtype: of the result.
-        device: of the batches.
+    The normalised images are in channels_last.
     """
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    scale, shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
 
-    def __init__(self, leaves: Collection[int], dtype: torch.dtype, device: torch.device) -> None:
-        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-        self._leaves = leaves
-        self._scale, self._shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
+    def decoded(i: int, leaf: Any) -> Any:
+        return torch.addcmul(shift, leaf.permute(0, 3, 1, 2), scale) if i in images else leaf
 
-    def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with its images decoded."""
-
-        def decoded(i: int, leaf: Any) -> Any:
-            if i not in self._leaves:
-                return leaf
-            return torch.addcmul(self._shift, leaf.permute(0, 3, 1, 2), self._scale)
-
-        return _map_leaves(decoded, batch)
+    return functools.partial(_map_leaves, decoded)
 
 
 Maker = Callable[..., Case]  # maker(batch_size, *, seed, count): the seed of weights and data, the number of batches
-Draw = Callable[[torch.Generator], Tensor]  # draws a random tensor of a batch
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def _case(build: Callable[[], nn.Module], inputs: Draw, targets: Draw, seed: int, count: int) -> Case:
+def _case(build: Callable[[], nn.Module], draw: Callable[[torch.Generator], Batch], seed: int, count: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    batches = [(inputs(generator), targets(generator)) for _ in range(count)]
+    batches = [draw(generator) for _ in range(count)]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Case(_loss, build(), optimizer, batches)
-
-
-# ---------------------------------------------------------------------------------------------------------- classifiers
 
 
 def _mlp() -> nn.Module:
@@ -164,12 +137,13 @@ def _trained_by_adamw(batch: int, *, widths: tuple[int, ...], seed: int = 0, cou
     return replace(case, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
-def _torchvision(name: str, classes: int) -> Any:
+def _torchvision(name: str, classes: int = 1000) -> Any:
     try:
         import torchvision
     except ImportError as error:
         raise ImportError(f"{name} needs torchvision: pip install 'ampkit[examples]'") from error
-    return torchvision.models.get_model(name, weights=None, num_classes=classes)
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    return model.to(memory_format=torch.channels_last)
 
 
 def _resnet18_cifar() -> nn.Module:
@@ -179,24 +153,16 @@ def _resnet18_cifar() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
 
 
-def _imagenet(name: str) -> nn.Module:
-    return _torchvision(name, 1000).to(memory_format=torch.channels_last)  # type: ignore[no-any-return]  # a module
-
-
 def _classifier(
     build: Callable[[], nn.Module], image: tuple[int, ...], classes: int, batch: int, *, seed: int = 0, count: int = 4
 ) -> Case:
-    def inputs(generator: torch.Generator) -> Tensor:
-        layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
-        return torch.randn(batch, *image, generator=generator).contiguous(memory_format=layout)
+    layout = torch.channels_last if len(image) == 3 else torch.contiguous_format
 
-    def targets(generator: torch.Generator) -> Tensor:
-        return torch.randint(classes, (batch,), generator=generator)
+    def draw(generator: torch.Generator) -> Batch:
+        inputs = torch.randn(batch, *image, generator=generator).contiguous(memory_format=layout)
+        return inputs, torch.randint(classes, (batch,), generator=generator)
 
-    return _case(build, inputs, targets, seed, count)
-
-
-# ------------------------------------------------------------------------------------------------------- language model
+    return _case(build, draw, seed, count)
 
 
 class _Block(nn.Module):
@@ -221,12 +187,7 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """A decoder like GPT-2 (Radford et al. 2019), without dropout; the defaults are the sizes of GPT-2 small.
 
-    Args:
-        words: size of the vocabulary. The output layer uses the weights of the embedding.
-        tokens: length of the longest sequence.
-        width: of the residual stream.
-        layers: number of blocks.
-        heads: number of attention heads per block.
+    The output layer uses the weights of the embedding.
     """
 
     def __init__(
@@ -247,11 +208,11 @@ class GPT(nn.Module):
 
 
 def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
-    def tokens(generator: torch.Generator) -> Tensor:
+    def draw(generator: torch.Generator) -> Batch:
         # Small numbers are more frequent than large ones, as some words are, so that there is something to learn.
-        return (torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long()
+        return tuple((torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long() for _ in range(2))
 
-    return _case(GPT, tokens, tokens, seed, count)
+    return _case(GPT, draw, seed, count)
 
 
 CASES: dict[str, Maker] = {
@@ -260,8 +221,8 @@ CASES: dict[str, Maker] = {
     "mlp-small": functools.partial(_trained_by_adamw, widths=(64, 256, 256, 256, 10)),
     "mlp-deep": functools.partial(_trained_by_adamw, widths=(512,) * 18),
     "resnet18-cifar": functools.partial(_classifier, _resnet18_cifar, (3, 32, 32), 10),
-    "resnet50": functools.partial(_classifier, functools.partial(_imagenet, "resnet50"), (3, 224, 224), 1000),
-    "vit_b_16": functools.partial(_classifier, functools.partial(_imagenet, "vit_b_16"), (3, 224, 224), 1000),
+    "resnet50": functools.partial(_classifier, functools.partial(_torchvision, "resnet50"), (3, 224, 224), 1000),
+    "vit_b_16": functools.partial(_classifier, functools.partial(_torchvision, "vit_b_16"), (3, 224, 224), 1000),
     "gpt2-like": _language,
 }
 
@@ -276,32 +237,21 @@ RETURNED = (
 )
 
 
-def takes_batch_size(function: Callable[..., Any]) -> bool:
-    """Return whether the user's function has a parameter, which then gets the batch size."""
-    return takes(function, 1)
-
-
 def user_case(name: str, function: Callable[..., Any], batch: int, *, seed: int = 0, count: int | None = None) -> Case:
-    """Return the case that the user's function makes.
+    """Return the case that the user's function makes: a `Maker` that ignores the number of batches.
 
-    Args:
-        name: the name of the function in messages.
-        function: returns what `RETURNED` describes. It is called with the batch size if it takes a parameter.
-        batch: the batch size.
-        seed: of torch's default generator on the host, while the function runs.
-        count: ignored, because the user's function decides how many batches there are.
+    The function is called with the batch size if it takes a parameter.
 
     Raises:
-        CaseError: if the function returned something else, which the message names.
+        CaseError: if the function returned something else than `RETURNED` describes, which the message names.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = function(batch) if takes_batch_size(function) else function()
+        made = function(batch) if takes(function, 1) else function()
     if not isinstance(made, tuple) or len(made) != 4:
         raise CaseError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
     loss_fn, model, optimizer, batches = made
-    problem = _problem(loss_fn, model, optimizer, batches)
-    if problem:
+    if problem := _problem(loss_fn, model, optimizer, batches):
         raise CaseError(f"{name} returned {problem}. Expected {RETURNED}.")
     return Case(loss_fn, model.cpu(), optimizer, [tuple(part) for part in batches])
 

@@ -34,29 +34,19 @@ class Expected(NamedTuple):
 
     A pass is one use of all batches. Differences by rounding grow exponentially, so they are small in early passes. A
     variant that trains incorrectly is found there, even if rounding makes large differences later.
-
-    Attributes:
-        losses: the mean loss of each pass.
-        fall: the largest minus the smallest of these losses, at least `LEAST_FALL` of the first.
-        noise: the largest difference by rounding alone up to each pass, as a share of the fall.
-        tolerances: the largest difference allowed in each pass, as a share of the fall.
-        ends: the last step of each pass.
     """
 
-    losses: list[float]
-    fall: float
-    noise: list[float]
-    tolerances: list[float]
-    ends: Sequence[int]
+    losses: list[float]  # the mean loss of each pass
+    fall: float  # the largest minus the smallest of these losses, at least `LEAST_FALL` of the first
+    noise: list[float]  # the largest difference by rounding alone up to each pass, as a share of the fall
+    tolerances: list[float]  # the largest difference allowed in each pass, as a share of the fall
+    ends: Sequence[int]  # the last step of each pass
 
     @classmethod
     def of(cls, runs: Sequence[list[float]], floor: float, ends: Sequence[int]) -> "Expected":
-        """Return the expected losses that follow from eager runs.
+        """Return the expected losses of eager runs: the first, and others from nudged weights.
 
-        Args:
-            runs: the losses to compare with, and those of runs that started from nudged weights.
-            floor: the tolerance if there is no noise.
-            ends: the last step of each pass.
+        `floor` is the tolerance if there is no noise.
         """
         losses = runs[0]
         fall = max(max(losses) - min(losses), LEAST_FALL * abs(losses[0])) or 1.0  # not 0, if all losses are 0
@@ -86,13 +76,7 @@ class Expectations:
     differently, or sum in another order, may change the losses.
 
     These runs come before all variants, so they also pay for what a process does once only (start CUDA, let cuDNN
-    choose its kernels).
-
-    Args:
-        case: the case to train.
-        setting: policy and device.
-        plan: how many steps are checked.
-        notes: gets a sentence with the reason if there are no expected losses.
+    choose its kernels). If there are no expected losses, `notes` gets a sentence with the reason.
     """
 
     def __init__(self, case: Case, setting: Setting, plan: Plan, notes: list[str]) -> None:
@@ -102,10 +86,8 @@ class Expectations:
     def of(self, whole: bool) -> Expected | None:
         """Return the expected losses, None if training failed.
 
-        The first call trains. It frees all memory afterwards, so no variant may exist then.
-
-        Args:
-            whole: True for a step with clipping and schedule on all batches, False for one without on the first batch.
+        They are those of a step with clipping and schedule on all batches, or of one without on the first batch. The
+        first call trains. It frees all memory afterwards, so no variant may exist then.
         """
         if whole not in self._known:
             self._known[whole] = self._run(whole)

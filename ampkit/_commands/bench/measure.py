@@ -20,17 +20,11 @@ from .variants import VARIANTS, Setting, Variant, has_lightning
 
 
 class Job(NamedTuple):
-    """What one table shows.
+    """What one table shows."""
 
-    Attributes:
-        model: its name.
-        make: makes its case.
-        batch: the requested batch size.
-    """
-
-    model: str
+    model: str  # its name
     make: Callable[[], Case]
-    batch: int
+    batch: int  # the requested size
 
 
 class _Run(NamedTuple):
@@ -63,13 +57,9 @@ def run(
     Profiling comes last, on variants that are built again, because the profiler slows down what runs after it in the
     process (https://github.com/pytorch/pytorch/issues/144455).
 
-    Args:
-        figures: gets a result per job. If an exception ends the run, the results so far are valid.
-        jobs: those of a model in order of batch size. A variant that ran out of memory is not tried on a larger batch.
-        keys: the names of the variants.
-        setting: policy, device and input.
-        plan: how thoroughly to measure.
-        save: called after each measurement.
+    The figures get a result per job, and `save` is called after each measurement: if an exception ends the run, the
+    results so far are valid. The jobs of a model are in order of batch size: a variant that ran out of memory is not
+    tried on a larger batch.
 
     Raises:
         CaseError: if a job's function returned something that cannot be trained, or the case has no such input.
@@ -152,11 +142,8 @@ def select(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the variants to measure, and notes for the reader of the figures.
 
-    Args:
-        keys: the variants that were asked for; None for the default ones.
-        device: where to measure.
-        quick: take only the default variants that are set up quickly.
-        sweep: take only these too, because each is set up again for every batch size.
+    Of the default ones (`keys` is None), only those that are set up quickly are taken if this is to be quick, and for a
+    sweep too, which sets up each again for every batch size.
     """
     notes = []
     few = quick or sweep
@@ -200,9 +187,6 @@ def describe(setting: Setting, plan: Plan, command: str) -> dict[str, Any]:
         "checked_steps": plan.checked,
         "tolerance": TOLERANCE[setting.policy.compute],
     }
-
-
-# --------------------------------------------------------------------------------------------------------- one variant
 
 
 def measure(row: Row, case: Case, setting: Setting, plan: Plan, expected: Expectations) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._capture.graph.graph import CudaGraph
+from ..._undo import Undo, replace
 from .cases import Batch, Case
 from .process import clean_up
 from .report import Row, error_text
@@ -22,6 +23,7 @@ PROFILED_STEPS = 10
 LEAD_IN, LEAD_OUT = 3, 1  # steps before and after these: when the profiler starts, no work is queued on the device
 ALL_STEPS = LEAD_IN + PROFILED_STEPS + LEAD_OUT
 HOST_PAIRS = 20
+Interval = tuple[float, float]
 
 
 def host_time(step: Callable[..., Tensor], case: Case, setting: Setting) -> tuple[float | None, float | None]:
@@ -63,14 +65,9 @@ def _launches() -> Iterator[list[float]]:
         took.append(time.perf_counter() - start)
         return outputs
 
-    CudaGraph.replay = timed  # type: ignore[method-assign]  # put back below
-    try:
+    with Undo() as undo:
+        replace(undo, CudaGraph, "replay", timed)
         yield took
-    finally:
-        CudaGraph.replay = replay  # type: ignore[method-assign]  # the original
-
-
-# -------------------------------------------------------------------------------------------------------------- profile
 
 
 def profile(row: Row, case: Case, setting: Setting) -> str:
@@ -108,32 +105,17 @@ def _profiled_steps(batches: Sequence[Batch], device: torch.device, events: list
 
 
 class DeviceWork(NamedTuple):
-    """What a device did in `ALL_STEPS` steps. The shares refer to the time of the `PROFILED_STEPS` among them.
+    """What a device did in `ALL_STEPS` steps. The shares, see `Row`, are of the time of `PROFILED_STEPS` of them."""
 
-    Attributes:
-        busy_us: microseconds in which at least one kernel ran. Copies within the device and fills count as kernels.
-        kernels: number of kernels, without copies and fills.
-        idle_share: the share of time in which neither a kernel nor a copy ran.
-        between_share: the part of `idle_share` between launches by the host, not between the kernels of one graph.
-        copy_share: the share of time in which only copies from or to the host ran, on the device's copy engines.
-    """
-
-    busy_us: float
-    kernels: int
+    busy_us: float  # in which at least one kernel ran; copies within the device and fills count as kernels
+    kernels: int  # without copies and fills
     idle_share: float
     between_share: float
     copy_share: float
 
 
-Interval = tuple[float, float]
-
-
 def device_work(events: Iterable[Any]) -> DeviceWork:
-    """Return what a device did. Time in which several streams work is counted once.
-
-    Args:
-        events: the events of torch.profiler. Events of the host and annotations are ignored.
-    """
+    """Return what a device did by the events of torch.profiler. Time in which several streams work is counted once."""
     events = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     computing = [event for event in events if not event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in computing)

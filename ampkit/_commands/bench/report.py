@@ -15,8 +15,7 @@ from ..._user_line import user_line
 
 BASE = "amp"  # ratios are relative to this variant
 SWEPT = ("amp-fused", "amp")  # a sweep compares the captured step with the first of these that was measured
-# The null region is the batch sizes at which a capture saves less than this share of a step.
-NULL_REGION = 0.05
+NULL_REGION = 0.05  # of a step: the null region is the batch sizes at which a capture saves less
 OUT_OF_MEMORY = "out of memory"  # the error of a row begins with this if memory was too small
 _NEEDED = {"device", "torch", "cuda", "date", "policy", "repeats", "checked_steps", "tolerance"}  # keys of a setting
 _SCHEMA = 1  # version of the JSON file; it rises when a field changes its meaning
@@ -28,60 +27,34 @@ class FiguresError(UsageError):
 
 @dataclass
 class Row:
-    """One variant of one model and batch size. A value that was not measured is None or "".
+    """One variant of one model and batch size. A value that was not measured is None or ""."""
 
-    Attributes:
-        variant: its name in `--variants`.
-        label: its name in tables.
-        ms: milliseconds per step, median of the repeats.
-        fastest: milliseconds per step in the fastest repeat.
-        slowest: milliseconds per step in the slowest repeat.
-        busy_ms: time per step in which a kernel runs on the GPU.
-        kernels: number of kernels per step.
-        idle_share: the share of the profiled time in which neither a kernel nor a copy runs.
-        between_share: the part of `idle_share` between launches by the host, not between the kernels of one graph.
-        copy_share: the share of the profiled time in which only copies from or to the host run.
-        host_us: microseconds until a call returns; see `host_time`.
-        launch_us: how many of them the driver takes to launch a graph.
-        setup_s: seconds to build the variant, and the time by which its first steps exceed later ones.
-        peak_mib: device memory that steps need, with the whole pools of graphs.
-        setup_peak_mib: the most memory that was allocated before the first timed step.
-        loss: mean loss of the last checked pass over the batches.
-        expected: the same loss of an eager run with torch AMP.
-        difference: the difference of a pass from its expected loss, as a share of the fall of the expected losses. It
-            is that of the pass in which it comes closest to its tolerance, or exceeds it most.
-        tolerance: the largest difference allowed in this pass.
-        noise: the difference that rounding alone makes up to this pass.
-        compared: the last step in which the tolerance is small enough for the comparison to prove something.
-        off: whether the difference is larger than the tolerance, or a loss is nan.
-        error: why there are no figures.
-        report: the report of ampkit.
-    """
-
-    variant: str
-    label: str
-    ms: float | None = None
-    fastest: float | None = None
-    slowest: float | None = None
-    busy_ms: float | None = None
-    kernels: float | None = None
-    idle_share: float | None = None
-    between_share: float | None = None
-    copy_share: float | None = None
-    host_us: float | None = None
-    launch_us: float | None = None
-    setup_s: float | None = None
-    peak_mib: float | None = None
-    setup_peak_mib: float | None = None
-    loss: float | None = None
-    expected: float | None = None
+    variant: str  # its name in `--variants`
+    label: str  # its name in tables
+    ms: float | None = None  # milliseconds per step, median of the repeats
+    fastest: float | None = None  # the same in the fastest repeat
+    slowest: float | None = None  # and in the slowest one
+    busy_ms: float | None = None  # time per step in which a kernel runs on the GPU
+    kernels: float | None = None  # number of kernels per step
+    idle_share: float | None = None  # of the profiled time: neither a kernel nor a copy runs
+    between_share: float | None = None  # the part of it between launches by the host, not between kernels of one graph
+    copy_share: float | None = None  # of the profiled time: only copies from or to the host run, on the copy engines
+    host_us: float | None = None  # microseconds until a call returns; see `host_time`
+    launch_us: float | None = None  # how many of them the driver takes to launch a graph
+    setup_s: float | None = None  # to build the variant, and the time by which its first steps exceed later ones
+    peak_mib: float | None = None  # device memory that steps need, with the whole pools of graphs
+    setup_peak_mib: float | None = None  # the most memory that was allocated before the first timed step
+    loss: float | None = None  # mean loss of the last checked pass over the batches
+    expected: float | None = None  # the same loss of an eager run with torch AMP
+    # The difference of a pass from its expected loss, as a share of the fall of the expected losses: of the pass in
+    # which it comes closest to its tolerance, or exceeds it most. Then the tolerance and what rounding alone makes.
     difference: float | None = None
     tolerance: float | None = None
     noise: float | None = None
-    compared: int | None = None
-    off: bool = False
-    error: str = ""
-    report: dict[str, Any] | None = None
+    compared: int | None = None  # the last step whose tolerance is so small that the comparison proves something
+    off: bool = False  # whether the difference is larger than the tolerance, or a loss is nan
+    error: str = ""  # why there are no figures
+    report: dict[str, Any] | None = None  # of ampkit
 
     @property
     def busy_share(self) -> float | None:
@@ -102,29 +75,21 @@ class Result:
         base = next((other.ms for other in self.rows if other.variant == BASE), None)
         return base / row.ms if base and row.ms else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, ratios and busy shares as a dict for JSON."""
-        rows = [{**asdict(row), "ratio": self.ratio(row), "busy_share": row.busy_share} for row in self.rows]
-        return {"model": self.model, "batch": self.batch, "rows": rows}
-
 
 @dataclass
 class Figures:
-    """Everything that one run of the benchmark measured.
+    """Everything that one run of the benchmark measured."""
 
-    Attributes:
-        setting: device, versions, date, policy, command, tolerance, by name.
-        notes: sentences for the reader of the figures, about variants that were left out, for example.
-        results: in the order of measurement.
-    """
-
-    setting: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    setting: dict[str, Any]  # device, versions, date, policy, command, tolerance, by name
+    notes: list[str] = field(default_factory=list)  # sentences for the reader, as about variants that were left out
+    results: list[Result] = field(default_factory=list)  # in the order of measurement
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        results = [result.to_dict() for result in self.results]
+        results = []
+        for found in self.results:
+            rows = [{**asdict(row), "ratio": found.ratio(row), "busy_share": row.busy_share} for row in found.rows]
+            results.append({"model": found.model, "batch": found.batch, "rows": rows})
         null_regions = {sweep.model: sweep.null_region for sweep in sweeps(self) if sweep.has_shares}
         parts = {"notes": self.notes, "null_regions": null_regions, "results": results}
         figures = {"schema": _SCHEMA, **self.setting, **parts}
@@ -132,11 +97,7 @@ class Figures:
 
     @classmethod
     def from_json(cls, text: str) -> "Figures":
-        """Return the figures that `to_json` wrote.
-
-        Raises:
-            FiguresError: if the text is something else.
-        """
+        """Return the figures that `to_json` wrote. Raises FiguresError if the text is something else."""
         try:
             figures = json.loads(text)
             if figures.pop("schema") != _SCHEMA:
@@ -164,12 +125,7 @@ def without_nan(value: Any) -> Any:
 
 
 def read(path: Path) -> Figures:
-    """Return the figures in a file.
-
-    Raises:
-        OSError: if there is no such file.
-        FiguresError: if `--json` did not write it.
-    """
+    """Return the figures in a file. Raises FiguresError if `--json` did not write it."""
     try:
         return Figures.from_json(path.read_text())
     except (FiguresError, UnicodeDecodeError) as error:
@@ -177,11 +133,7 @@ def read(path: Path) -> Figures:
 
 
 def joined(parts: Sequence[Figures]) -> Figures:
-    """Return the figures of several runs as one.
-
-    Raises:
-        FiguresError: if the runs differ in device, version of torch, policy, input, or number of checked steps.
-    """
+    """Return the figures of several runs as one. Raises FiguresError if the runs cannot be compared."""
     for key in ("device", "torch", "policy", "input", "checked_steps"):
         values = {str(part.setting.get(key)) for part in parts}
         if len(values) > 1:
@@ -203,11 +155,7 @@ def chosen(
     batches: Sequence[int] | None = None,
     variants: Sequence[str] | None = None,
 ) -> Figures:
-    """Return the figures with only these models, batch sizes and variants. None means all of them.
-
-    Raises:
-        FiguresError: if there are none.
-    """
+    """Return the figures with only these models, batch sizes and variants: all if None, a FiguresError if none."""
     found = [
         Result(result.model, result.batch, [row for row in result.rows if variants is None or row.variant in variants])
         for result in figures.results
@@ -266,19 +214,15 @@ def table(figures: Figures) -> str:
     loss: _Column = ("loss (expected)", 18, lambda _, row: _losses(row, setting["checked_steps"]))
     columns = [part for part in (*_COLUMNS, loss) if any(part[2](*pair) != "-" for pair in cases(figures.results))]
     parts = [f"{head}, input: {setting['input']}", *figures.notes]
-    parts += [_table(result, columns) for result in figures.results]
+    for result in figures.results:
+        labels = max((len(row.label) for row in result.rows), default=0)
+        cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
+        parts += [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}"]
+        for row in result.rows:
+            cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
+            parts.append(f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}")
     parts += [_sweep_table(sweep) for sweep in sweeps(figures)]
     return "\n".join([*parts, "", *_legend(figures)])
-
-
-def _table(result: Result, columns: Sequence[_Column]) -> str:
-    labels = max(len(row.label) for row in result.rows) if result.rows else 0
-    cells = " ".join(f"{heading:>{width}}" for heading, width, _ in columns)
-    lines = [f"\n{result.model}, batch {result.batch}", f"{'variant':<{labels}}  {cells}"]
-    for row in result.rows:
-        cells = " ".join(f"{cell(result, row):>{width}}" for _, width, cell in columns)
-        lines.append(f"{row.label:<{labels}}  {f'failed: {row.error}' if row.error else cells}")
-    return "\n".join(lines)
 
 
 def _legend(figures: Figures) -> list[str]:
@@ -332,17 +276,11 @@ def cases(results: Sequence[Result]) -> list[tuple[Result, Row]]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The captured and the eager step of one model at several batch sizes.
-
-    Attributes:
-        model: the name of the model.
-        points: batch size, row of the eager step and row of the captured one, in order of batch size.
-        emulated: whether the graph is emulated, so that the times say nothing about a capture.
-    """
+    """The captured and the eager step of one model at several batch sizes."""
 
     model: str
-    points: list[tuple[int, Row, Row]]
-    emulated: bool = False
+    points: list[tuple[int, Row, Row]]  # batch size, eager and captured step, in order of batch size
+    emulated: bool = False  # whether the graph is, so that the times say nothing about a capture
 
     @property
     def shares(self) -> list[float | None]:
@@ -394,11 +332,8 @@ def _sweep_table(sweep: Sweep) -> str:
         lines.append(
             f"No null region: the capture saves {least} of a step or more at each batch size where both have a time."
         )
-    full = [
-        str(batch)
-        for batch, eager, captured in sweep.points
-        if eager.ms is not None and captured.error.startswith(OUT_OF_MEMORY)
-    ]
+    fits = [(batch, captured) for batch, eager, captured in sweep.points if eager.ms is not None]
+    full = [str(batch) for batch, captured in fits if captured.error.startswith(OUT_OF_MEMORY)]
     if not sweep.emulated and (sizes := ", ".join(full)):
         lines.append(f"Memory: at batch {sizes} the eager step fits and the captured one does not.")
     return "\n".join(lines)

@@ -14,44 +14,26 @@ from torch import Tensor
 from .cases import Batch
 
 MIB = 2**20
+_SETTLED = 6  # stacks: the first ones warm up and capture, one by one and then together
 
 
 class Plan(NamedTuple):
-    """How thoroughly to measure.
+    """How thoroughly to measure."""
 
-    Attributes:
-        repeats: number of timed blocks of steps.
-        seconds: approximate length of a block.
-        checked: number of first steps whose losses are compared. They include warm-up, compilation and capture.
-        profile: whether to measure how long kernels run.
-        limit: seconds from the start of a run, after which no variant is begun.
-        compiled_code: a folder in which compiled code is kept, and found by later runs; None to compile everything.
-    """
-
-    repeats: int = 7
-    seconds: float = 0.3
-    checked: int = 20
-    profile: bool = True
-    limit: float = math.inf
-    compiled_code: Path | None = None
+    repeats: int = 7  # timed blocks of steps
+    seconds: float = 0.3  # approximate length of a block
+    checked: int = 20  # first steps whose losses are compared; they include warm-up, compilation and capture
+    profile: bool = True  # whether to measure how long kernels run
+    limit: float = math.inf  # seconds from the start of a run, after which no variant is begun
+    compiled_code: Path | None = None  # where compiled code is kept, and found by later runs; None compiles everything
 
 
 class TimedLoop:
     """Yields the batches for one variant, and measures time and memory in between.
 
-    A loop asks for the next batch after its step. So everything in the loop is measured, whoever wrote the loop.
-
-    Args:
-        batches: of the case.
-        device: where the steps compute.
-        plan: how thoroughly to measure.
-        together: how many batches are yielded at a time, stacked, for a loop that does that many steps per call.
-
-    Attributes:
-        ms: milliseconds per step, one number per repeat.
-        setup_s: see `Row`.
-        peak_mib: see `Row`. None without CUDA.
-        setup_peak_mib: see `Row`. None without CUDA.
+    A loop asks for the next batch after its step. So everything in the loop is measured, whoever wrote the loop. For a
+    loop that does several steps per call, that many batches are yielded `together`, stacked. For the attributes see
+    `Row`; `ms` has one number per repeat.
     """
 
     def __init__(self, batches: Sequence[Batch], device: torch.device, plan: Plan, together: int = 1) -> None:
@@ -61,11 +43,13 @@ class TimedLoop:
         self._plan = plan
         self._losses: list[Tensor] = []
         self._start = self._now()
-        self._memory = _Memory(device)
         self.ms: list[float] = []
         self.setup_s = 0.0
         self.peak_mib: float | None = None
         self.setup_peak_mib: float | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._base = torch.cuda.memory_allocated(device)  # what steps need is counted beyond this
 
     def on_loss(self, loss: Tensor) -> None:
         """Take the loss of a step, or of the steps that are done together."""
@@ -77,7 +61,7 @@ class TimedLoop:
         """Yield the batches of the checked steps, of a warm-up, and of the timed blocks."""
         times = [self._now()]
         checked = self._plan.checked
-        if self._together > 1:  # the first ones warm up and capture, one by one and then together
+        if self._together > 1:
             checked = max(_SETTLED, -(-checked // self._together))
         for batch in self._take(checked):
             yield batch
@@ -88,13 +72,20 @@ class TimedLoop:
         # Steps to fill the driver's queue and let clock rates settle.
         yield from self._take(max(1, int(min(20, self._plan.seconds / 3 / typical))))
         self._now()
-        self.setup_peak_mib = self._memory.restart()
+        if self._device.type == "cuda":
+            self.setup_peak_mib = (torch.cuda.max_memory_allocated(self._device) - self._base) / MIB
+            torch.cuda.reset_peak_memory_stats(self._device)
         n = max(5, int(min(1000, self._plan.seconds / typical)))
         for _ in range(self._plan.repeats):
             start = self._now()
             yield from self._take(n)
             self.ms.append((self._now() - start) / (n * self._together) * 1e3)
-        self.peak_mib = self._memory.peak_mib()
+        if self._device.type == "cuda":
+            # The pools of graphs count with their free memory, which only the graphs can use.
+            segments = torch.cuda.memory_snapshot(include_traces=False)
+            pools = [part for part in segments if tuple(part["segment_pool_id"]) != (0, 0)]
+            free = sum(part["total_size"] - part["allocated_size"] for part in pools)
+            self.peak_mib = (torch.cuda.max_memory_allocated(self._device) - self._base + free) / MIB
 
     @property
     def ends(self) -> range:
@@ -121,9 +112,6 @@ class TimedLoop:
         return time.perf_counter()
 
 
-_SETTLED = 6  # stacks
-
-
 def stacks(batches: Sequence[Batch], together: int) -> Sequence[Batch]:
     """Return as many stacks as there are batches, going round these in order. One at a time are the batches."""
     if together == 1:
@@ -132,34 +120,3 @@ def stacks(batches: Sequence[Batch], together: int) -> Sequence[Batch]:
     return [
         tuple(torch.stack(leaves) for leaves in zip(*itertools.islice(order, together), strict=True)) for _ in batches
     ]
-
-
-class _Memory:
-    """Measures device memory in addition to what was allocated when this object was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._base = 0
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._base = torch.cuda.memory_allocated(self._device)
-
-    def restart(self) -> float | None:
-        """Return the peak of allocated memory so far, in MiB, and start a new measurement."""
-        if self._device is None:
-            return None
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return (peak - self._base) / MIB
-
-    def peak_mib(self) -> float | None:
-        """Return the peak since then, in MiB, including free memory in the pools of graphs, which only they can use."""
-        if self._device is None:
-            return None
-        pools = [
-            part
-            for part in torch.cuda.memory_snapshot(include_traces=False)
-            if tuple(part["segment_pool_id"]) != (0, 0)
-        ]
-        free_in_pools: int = sum(part["total_size"] - part["allocated_size"] for part in pools)
-        return (torch.cuda.max_memory_allocated(self._device) - self._base + free_in_pools) / MIB

@@ -25,65 +25,44 @@ MAX_NORM = 1.0
 # The first step must not overflow: torch's fused SGD would leave its momentum uninitialised (see seed_momentum).
 INIT_SCALE = 1024.0
 
+_SCAN = 96  # steps per call, in launches of 16
 OnLoss = Callable[[Tensor], None]
 
 
 class Setting(NamedTuple):
-    """What all variants have in common.
-
-    Attributes:
-        policy: decides the dtypes.
-        device: trains the model.
-        source: where batches come from, a key of `INPUTS`.
-        schedule: the learning rate falls to 0 in this many steps, along a cosine, and then rises again.
-    """
+    """What all variants have in common."""
 
     policy: Policy
     device: torch.device
-    source: str = "prefetch"
-    schedule: int = 20
+    source: str = "prefetch"  # of the batches, a key of `INPUTS`
+    schedule: int = 20  # the learning rate falls to 0 in this many steps, along a cosine, and then rises again
 
 
 class Loop(NamedTuple):
     """A training loop that is ready to run.
 
-    Attributes:
-        train: `train(batches, on_loss)` does a step on each batch of the case, and calls `on_loss` with each loss. The
-            next step may overwrite the loss.
-        step: does one step on a batch on the device; None if only the whole loop can be called.
-        report: returns the report of ampkit, for the JSON file; None if the loop does not use ampkit.
+    `train(batches, on_loss)` does a step on each batch of the case, and calls `on_loss` with each loss, which the next
+    step may overwrite.
     """
 
     train: Callable[[Iterable[Batch], OnLoss], None]
-    step: Callable[..., Tensor] | None = None
-    report: Callable[[], dict[str, Any]] | None = None
+    step: Callable[..., Tensor] | None = None  # on a batch on the device; None if only the whole loop can be called
+    report: Callable[[], dict[str, Any]] | None = None  # of ampkit, for the JSON file
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to write the step.
+    """One way to write the step."""
 
-    Attributes:
-        label: its name in tables.
-        build: makes the loop.
-        whole: whether it clips, follows the schedule and takes its input from the host.
-        needs_cuda: whether it can only run on a CUDA device.
-        default: whether it is measured if `--variants` is not given.
-        quick: whether `--quick` measures it.
-        compiles: whether it uses torch.compile.
-        on_cpu: its name in tables without a CUDA device, "" if that is the label.
-        together: how many steps its loop does per call, on batches that are stacked.
-    """
-
-    label: str
+    label: str  # its name in tables
     build: Callable[[Case, Setting], Loop]
-    whole: bool = True
+    whole: bool = True  # whether it clips, follows the schedule and takes its input from the host
     needs_cuda: bool = False
-    default: bool = True
-    quick: bool = False
-    compiles: bool = False
-    on_cpu: str = ""
-    together: int = 1
+    default: bool = True  # whether it is measured if `--variants` is not given
+    quick: bool = False  # whether `--quick` measures it
+    compiles: bool = False  # whether it uses torch.compile
+    on_cpu: str = ""  # its name in tables without a CUDA device, "" if that is the label
+    together: int = 1  # how many steps its loop does per call, on batches that are stacked
 
 
 def _model(case: Case, setting: Setting) -> nn.Module:
@@ -95,8 +74,6 @@ def feed(batches: Iterable[Batch], case: Case, setting: Setting) -> Iterable[Bat
     """Return batches of the case on the device, as `loss_fn` takes them."""
     if setting.source == "device":
         return batches
-    if case.decode is None:
-        return prefetch(batches, setting.device)
     return prefetch(batches, setting.device, transform=case.decode)
 
 
@@ -118,12 +95,8 @@ def torch_amp(
 ) -> Loop:
     """Return the loop of torch's AMP examples.
 
-    Args:
-        case: the case to train.
-        setting: a policy that computes in float32 uses no autocast. Only one with float16 scales the loss.
-        fused: whether the optimizer is the fused one, which does not read the device. Torch's default one does.
-        mode: of torch.compile; None does not compile.
-        whole: whether to clip and follow the schedule.
+    The fused optimizer does not read the device, torch's default one does. `mode` is that of torch.compile; None does
+    not compile. A `whole` step clips and follows the schedule.
     """
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
@@ -219,14 +192,9 @@ def _bare(case: Case, setting: Setting, compiled: bool = False) -> Loop:
 def _graphed(
     case: Case, setting: Setting, compiled: bool = False, compile: str | None = None, scan: bool = False
 ) -> Loop:
-    """`graphed_step` with scaling, clipping and schedule.
+    """Return `graphed_step` with scaling, clipping and schedule, of a `compiled` model or with `compile=`.
 
-    Args:
-        case: the case to train.
-        setting: see `Setting`.
-        compiled: whether the model is compiled.
-        compile: as `graphed_step` takes it.
-        scan: whether each batch is a stack of batches, for `scan`.
+    With `scan`, each batch is a stack of batches.
     """
     policy, device = setting.policy, setting.device
     model = _model(case, setting)
@@ -326,8 +294,6 @@ def lightning_precision(policy: Policy, device: torch.device) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-_SCAN = 96  # steps per call, in launches of 16
-
 
 def _scan(compile: str | None = None) -> Variant:
     called = "graphed_step" if compile is None else f'graphed_step(compile="{compile}")'
@@ -386,11 +352,7 @@ VARIANTS: dict[str, Variant] = {
         on_cpu='graphed_step(compile="default"), emulated',
     ),
     "graphed-max": Variant(
-        'graphed_step(compile="max")',
-        partial(_graphed, compile="max"),
-        needs_cuda=True,
-        default=False,
-        compiles=True,
+        'graphed_step(compile="max")', partial(_graphed, compile="max"), needs_cuda=True, default=False, compiles=True
     ),
     "scan": _scan(),
     "scan-default": _scan("default"),

@@ -37,6 +37,7 @@ RETURNED_LIGHTNING = (
     "a dict of further arguments of ampkit.graphed_step, such as {'policy': '16-mixed', 'max_norm': 1.0}"
 )
 _TIMED_STEPS = 10
+_NAMED = 6  # constants of the host that the report names
 _IGNORED_OPTIONS = ("graph", "warmup", "verify", "on_failure", "numerics")  # of graphed_step; the doctor sets these
 _UNCHECKED_ON_CPU = (
     "copies from pageable memory, and waits other than for a value or a shape",
@@ -51,23 +52,14 @@ class DoctorError(UsageError):
 
 @dataclass
 class Diagnosis:
-    """The faults of a training loop. Prints as a report.
+    """The faults of a training loop. Prints as a report."""
 
-    Attributes:
-        name: `module:function`.
-        device: the device of the model.
-        findings: the faults, the worst first.
-        unchecked: the checks that could not be made, and why.
-        figures: what was measured, by name, for the JSON file.
-        notes: the figures in sentences.
-    """
-
-    name: str
-    device: str
-    findings: list[Fault] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    name: str  # module:function
+    device: str  # of the model
+    findings: list[Fault] = field(default_factory=list)  # the worst first
+    unchecked: list[str] = field(default_factory=list)  # the checks that could not be made, and why
+    figures: dict[str, Any] = field(default_factory=dict)  # what was measured, by name, for the JSON file
+    notes: list[str] = field(default_factory=list)  # the figures in sentences
 
     @property
     def exit_code(self) -> int:
@@ -99,17 +91,11 @@ def diagnose(
 ) -> Diagnosis:
     """Train the loop that a function of the user's returns for a few eager steps, and return its faults.
 
-    Args:
-        name: the name of the function in messages.
-        find: imports and returns the function. Lines of the modules that it imports are noted too.
-        lightning: whether the function returns a LightningModule.
-        bar: whether to show a progress bar, if there is a terminal.
+    For the arguments see `load_subject`. With `bar`, a terminal shows a progress bar.
 
     Raises:
         DoctorError: if the loop cannot be trained. Its cause is the exception of the user's code, if there was one.
         UsageError: if `find` raises it.
-
-    Sync: waits for the device.
     """
     progress = ProgressBar(len(CHECKS) + 3, bar)
     try:
@@ -121,8 +107,28 @@ def diagnose(
             raise
         except Exception as error:  # whatever the user's code raises
             raise DoctorError(f"{name}: {_error_text(error)}") from error
-        device = torch.cuda.get_device_name(trial.device) if trial.device.type == "cuda" else str(trial.device)
-        return _examined(Diagnosis(name, device), trial, progress)
+        on_cuda = trial.device.type == "cuda"
+        diagnosis = Diagnosis(name, torch.cuda.get_device_name(trial.device) if on_cuda else str(trial.device))
+        for title, check in CHECKS.items():
+            progress.show(title)
+            with _unchecked_if_it_fails(diagnosis, title):
+                diagnosis.findings += check(trial)
+        if all(len(records) < 2 for records in trial.records.values()):
+            why = "no two steps had batches of the same layout, so none could be compared"
+            diagnosis.unchecked.append(f"host state: {why}")
+        diagnosis.findings.sort(key=lambda found: found.rank)
+        _add_outcome(diagnosis, trial)
+        progress.show("speed-up by a capture")
+        if on_cuda:
+            with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
+                _add_speed_up(diagnosis, trial)
+        else:
+            why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
+            diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
+        progress.show("memory")
+        with _unchecked_if_it_fails(diagnosis, "memory"):
+            _add_memory(diagnosis, trial)
+        return diagnosis
     finally:
         progress.clear()
 
@@ -130,28 +136,6 @@ def diagnose(
 def _error_text(error: Exception) -> str:
     where = user_line(error)
     return f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
-
-
-def _examined(diagnosis: Diagnosis, trial: Trial, progress: ProgressBar) -> Diagnosis:
-    for title, check in CHECKS.items():
-        progress.show(title)
-        with _unchecked_if_it_fails(diagnosis, title):
-            diagnosis.findings += check(trial)
-    if not trial.is_compared:
-        diagnosis.unchecked.append("host state: no two steps had batches of the same layout, so none could be compared")
-    diagnosis.findings.sort(key=lambda found: found.rank)
-    _add_outcome(diagnosis, trial)
-    progress.show("speed-up by a capture")
-    if trial.device.type == "cuda":
-        with _unchecked_if_it_fails(diagnosis, "speed-up by a capture"):
-            _add_speed_up(diagnosis, trial)
-    else:
-        why = "the model is on the CPU" if torch.cuda.is_available() else "there is no CUDA device"
-        diagnosis.unchecked += [f"{text} ({why})" for text in _UNCHECKED_ON_CPU]
-    progress.show("memory")
-    with _unchecked_if_it_fails(diagnosis, "memory"):
-        _add_memory(diagnosis, trial)
-    return diagnosis
 
 
 @contextmanager
@@ -171,13 +155,11 @@ def load_subject(name: str, find: Callable[[], Callable[[], Any]], lightning: bo
 
     Args:
         name: the name of the function in messages.
-        find: imports and returns the function.
+        find: imports and returns the function. Lines of the modules that it imports are noted too.
         lightning: whether the function returns a LightningModule.
 
     Raises:
-        DoctorError: the function returned something else.
-        UsageError: `find` raises it.
-        Exception: what the user's code raises.
+        DoctorError: the function returned something else. `find` and the user's code may raise other errors.
     """
     if lightning:
         return _lightning_subject(name, find)
@@ -315,9 +297,6 @@ def _constants_text(constants: Sequence[HostConstant]) -> list[str]:
     return [f"Its graphs hold what it reads on the host: {', '.join(named)}{rest}."] if named else []
 
 
-_NAMED = 6  # constants
-
-
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
     """Measure how long a step takes, and how long host and device are busy in it. A capture removes the host's time."""
     trial = trial.with_options(scheduler=None)  # it may have few steps left
@@ -344,8 +323,8 @@ def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
         diagnosis.unchecked.append("speed-up by a capture: torch.profiler saw no kernel")
         return
     device_ms, kernels = work.busy_us / steps / 1e3, work.kernels / steps
-    figures = {"step_ms": step_ms, "host_ms": host_ms, "device_ms": device_ms, "kernels": kernels}
-    diagnosis.figures["capture"] = figures
+    times = {"step_ms": step_ms, "host_ms": host_ms, "device_ms": device_ms}
+    diagnosis.figures["capture"] = {**times, "kernels": kernels}
     diagnosis.notes.append(
         f"A step takes {step_ms:.2f} ms; the host is busy for {host_ms:.2f} ms, the device for {device_ms:.2f} ms "
         f"({kernels:.0f} kernels). A capture can make it up to {step_ms / device_ms:.1f} times as fast."
@@ -366,17 +345,13 @@ def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
         for each in policies
     }
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
-    parts = (
-        f"{size_text(peak)} {'without a policy' if name == 'None' else f'under {name}'}" for name, peak in peaks.items()
-    )
+    under = {name: "without a policy" if name == "None" else f"under {name}" for name in peaks}
+    parts = (f"{size_text(peak)} {under[name]}" for name, peak in peaks.items())
     diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(parts)}.")
 
 
 class _LossOfBatch(nn.Module):
-    """The loss as a function of a batch's arguments. It is a module because `loss_fn` may be one.
-
-    `forecast` then copies its tensors to the device of the forecast.
-    """
+    """The loss of a batch's arguments. A module, as `loss_fn` may be one, whose tensors `forecast` then copies."""
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         super().__init__()

@@ -37,6 +37,9 @@ LOW = (torch.float16, torch.bfloat16)
 _WANTS_FLOAT32 = {"_softmax": "softmax", "_log_softmax": "log_softmax", "batch_norm": "batch_norm"}
 # The kinds of uncapturable lines, by a word in what is said of them. The first that fits counts.
 _KINDS = (("draws", "host random numbers"), ("pageable", "pageable copy"), ("", "blocking line"))
+# The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the
+# code: the environment variable CUBLAS_WORKSPACE_CONFIG makes cuBLAS deterministic.
+_UNREPEATABLE = r"(\S+) does not have a deterministic implementation"
 _NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group that a graph does not freeze
 
 
@@ -44,32 +47,21 @@ _NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group tha
 class Fault:
     """Something that keeps a step from being captured, or makes it slow or imprecise.
 
-    Attributes:
-        severity: "high" means that the step cannot be captured, "medium" that it can, but is slow or imprecise. All
-            else is "low".
-        kind: a name of one or two words.
-        line: the user's line as `file:line: source`, "" if it is not known.
-        what: a description.
-        advice: what to write instead.
-        count: how often it happened.
-        ms: how long the host waited there, None if that is not known.
+    "high" means that the step cannot be captured, "medium" that it can, but is slow or imprecise. All else is "low".
     """
 
     severity: str
-    kind: str
-    line: str
+    kind: str  # a name of one or two words
+    line: str  # the user's line as `file:line: source`, "" if it is not known
     what: str
-    advice: str
+    advice: str  # what to write instead
     count: int = 1
-    ms: float | None = None
+    ms: float | None = None  # how long the host waited there, None if that is not known
 
     @property
     def rank(self) -> tuple[int, float, int]:
         """Sort key that puts the worst faults first."""
         return SEVERITIES.index(self.severity), -(self.ms or 0.0), -self.count
-
-
-# ------------------------------------------------------------------------------------------- checks that need no step
 
 
 def optimizer_faults(trial: Trial) -> Iterator[Fault]:
@@ -129,9 +121,6 @@ def pinning_faults(trial: Trial) -> Iterator[Fault]:
         yield Fault("low", "pageable copy", line, what, "Write DataLoader(..., pin_memory=True).")
 
 
-# ---------------------------------------------------------------------------------------- checks that do a step or two
-
-
 def blocking_faults(trial: Trial) -> Iterator[Fault]:
     """Yield what a graph cannot contain: waits for the device, copies, random numbers drawn on the host."""
     findings, in_optimizer = _preflight(trial)
@@ -152,7 +141,8 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
         if found in in_optimizer:
             severity, what = "medium", f"{what}, in the optimizer's step, which is eager"
         elif has_clean_branch:
-            severity, what = "low", f"{what}, on a branch that graphed_step leaves: {_OTHER_BRANCH}"
+            left = "on a branch that graphed_step leaves: told that it is being captured, the code takes another one"
+            severity, what = "low", f"{what}, {left}"
             advice = "Pass capturing=True to train on the other branch from the first step on."
         yield Fault(severity, kind, found.line, what, advice, found.count, ms)
     if trial.decisions:
@@ -166,11 +156,8 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
             f"the host asks the device {trial.questions} question(s) about the batch in a step: each combination of "
             "answers takes a graph of its own, and a call waits for the step before it to ask"
         )
-        yield Fault("low", "question about the batch", "", what, _ASK)
-
-
-_ASK = "Check batches before the loop or in the loader, or use torch.where instead of a branch."
-_OTHER_BRANCH = "told that it is being captured, the code takes another one"
+        advice = "Check batches before the loop or in the loader, or use torch.where instead of a branch."
+        yield Fault("low", "question about the batch", "", what, advice)
 
 
 def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
@@ -279,10 +266,7 @@ class _Autocast(TorchFunctionMode):
 
 
 class _KernelWatch(WatchingMode):
-    """Context that notes which operations of a step are imprecise, or differ from run to run.
-
-    It hides all other warnings, which an earlier step has shown already.
-    """
+    """Context that notes which operations of a step are imprecise, or differ from run to run. Hides other warnings."""
 
     def __init__(self, recorder: OpRecorder, autocast: _Autocast) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
@@ -317,30 +301,23 @@ class _KernelWatch(WatchingMode):
         plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
         # Called through a binding, so that torch warns while the operation runs, not at the end of the backward.
         result = call_from_binding(op, (), args, kwargs) if plain else op(*args, **kwargs)
-        if plain:
-            self._check_precision(op.overloadpacket.__name__, (args, kwargs), result)
-        return result
-
-    def _check_precision(self, name: str, inputs: Any, result: Any) -> None:
-        op = _WANTS_FLOAT32.get(ONE_NAME.get(name, name))
+        name = op.overloadpacket.__name__ if plain else ""
+        wants = _WANTS_FLOAT32.get(ONE_NAME.get(name, name))
         # Autocast casts softmax to float32 on CUDA, though not on the CPU, where this step may run.
-        if op is None or (self._autocast.on and "softmax" in op):
-            return
+        if wants is None or (self._autocast.on and "softmax" in wants):
+            return result
         first = result[0] if isinstance(result, (tuple, list)) else result
-        leaves = [leaf for leaf in (*tree_flatten(inputs)[0], first) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in (*tree_flatten((args, kwargs))[0], first) if isinstance(leaf, Tensor)]
         dtypes = {leaf.dtype for leaf in leaves if leaf.is_floating_point() and leaf.numel()}
         if dtypes and dtypes <= set(LOW):
-            what = f"{op} computes in {dtype_name(first.dtype)}"
+            what = f"{wants} computes in {dtype_name(first.dtype)}"
             self.imprecise[self._user_lines.line(), what][self._recorder.module] += 1
+        return result
 
     def _on_warning(self, message: Any, *where: Any, **more: Any) -> None:
         if match := re.match(_UNREPEATABLE, str(message)):
             self.unrepeatable[self._user_lines.line(), match[1]] += 1
 
-
-# The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the
-# code: the environment variable CUBLAS_WORKSPACE_CONFIG makes cuBLAS deterministic.
-_UNREPEATABLE = r"(\S+) does not have a deterministic implementation"
 
 # All checks in the order in which they run, by their names in the progress bar.
 CHECKS: dict[str, Callable[[Trial], Iterator[Fault]]] = {

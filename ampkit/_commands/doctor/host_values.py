@@ -25,29 +25,11 @@ _FROM_HOST = ("from_numpy", "frombuffer")
 
 
 class TorchCall(NamedTuple):
-    """A call of torch.
+    """A call of torch."""
 
-    Attributes:
-        line: `file:line: source` of the user's line that led to it.
-        name: of the function.
-        values: the arguments as text, in order. A tensor is "a tensor", whatever it contains.
-    """
-
-    line: str
-    name: str
-    values: tuple[str, ...]
-
-
-class Difference(NamedTuple):
-    """A difference between two steps.
-
-    Attributes:
-        line: `file:line: source` of the user's line, "" if there is none.
-        what: a description.
-    """
-
-    line: str
-    what: str
+    line: str  # `file:line: source` of the user's line that led to it
+    name: str  # of the function
+    values: tuple[str, ...]  # the arguments as text, in order; a tensor is "a tensor", whatever it contains
 
 
 class HostCallRecorder(TorchFunctionMode):
@@ -69,7 +51,7 @@ class HostCallRecorder(TorchFunctionMode):
             for name in _FROM_HOST:
                 original = getattr(torch, name)
                 entered.callback(setattr, torch, name, original)
-                setattr(torch, name, self._recording(name, original))
+                setattr(torch, name, partial(self._recorded, name, original))
             for owner, name in ENGINE_ENTRIES:
                 original = getattr(owner, name)
                 entered.callback(setattr, owner, name, original)
@@ -88,12 +70,9 @@ class HostCallRecorder(TorchFunctionMode):
             self._record(name, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._record(name, args, kwargs)
-            return original(*args, **kwargs)
-
-        return recorded
+    def _recorded(self, name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self._record(name, args, kwargs)
+        return original(*args, **kwargs)
 
     def _with_mode_on(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an entry to autograd's engine, and keep this mode on: torch turns it off inside `Tensor.backward`."""
@@ -134,10 +113,10 @@ def _value_text(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
-def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterator[Difference]:
-    """Yield each argument that differs between two records, up to the first call that only one of them has.
+def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterator[tuple[str, str]]:
+    """Yield the user's line and a description of each argument that differs between two records.
 
-    After that call it is not known which calls correspond.
+    After the first call that only one of them has, it is not known which calls correspond.
     """
     for left, right in itertools.zip_longest(one, other):
         if left is None or right is None or left[:2] != right[:2]:
@@ -146,10 +125,10 @@ def differences(one: Sequence[TorchCall], other: Sequence[TorchCall]) -> Iterato
                 names[1] = f"{names[1]} in {right.line}"
             call = left or right
             assert call is not None  # one of two records is the longer one
-            yield Difference(call.line, f"a step {names[0]} here, where another step {names[1]}")
+            yield call.line, f"a step {names[0]} here, where another step {names[1]}"
             return
         if left.values != right.values:
             pairs = itertools.zip_longest(left.values, right.values, fillvalue="nothing")
             different = next((a, b) for a, b in pairs if a != b)
             a, b = (text if len(text) <= 60 else f"{text[:57]}..." for text in different)
-            yield Difference(left.line, f"{left.name} takes {a} in one step and {b} in another")
+            yield left.line, f"{left.name} takes {a} in one step and {b} in another"

@@ -6,9 +6,9 @@ import itertools
 import sys
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,71 +81,57 @@ class Origins(TorchFunctionMode):
 
 @dataclass
 class Subject:
-    """The training loop to examine.
+    """The training loop to examine: the arguments of `graphed_step`, and its batches.
 
-    Attributes:
-        line: `file:line: source` of the function that returned it. A fault without a line of its own is shown there.
-        loss_fn: see `graphed_step`.
-        model: see `graphed_step`.
-        optimizer: see `graphed_step`.
-        batches: iterable of batches. The items of a tuple or list are passed to `loss_fn` after the model, those of a
-            dict as keyword arguments.
-        options: further arguments of `graphed_step`.
-        origins: knows the lines that made tensors and objects.
-        whole: whether a batch is passed as one argument, whatever its type.
+    The items of a tuple or list are passed to `loss_fn` after the model, those of a dict as keyword arguments.
     """
 
-    line: str
+    line: str  # `file:line: source` of the function that returned it, for faults without a line of their own
     loss_fn: Callable[..., Any]
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterable[Any]
     options: dict[str, Any]
-    origins: Origins
-    whole: bool = False
+    origins: Origins  # knows the lines that made tensors and objects
+    whole: bool = False  # whether a batch is passed as one argument, whatever its type
 
 
-@dataclass
 class Trial:
-    """A training loop with its first batches, on which it can be trained eagerly, again and again.
-
-    Args:
-        subject: the training loop. Its model is trained.
+    """A training loop with its first batches, on which it is trained eagerly, again and again.
 
     Raises:
         ValueError: if `graphed_step` raises it, or if there is no batch.
         InputMismatch: if a batch cannot be an input of a graph.
     """
 
-    subject: Subject
-    step: GraphedStep = field(init=False)
-    device: torch.device = field(init=False)
-    specs: list[Spec] = field(init=False, default_factory=list)
-    lines: list[str] = field(init=False, default_factory=list)  # for each of `specs`, the line that made its batch
-    kept: list[tuple[Any, Any]] = field(init=False, default_factory=list)
-    # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
-    records: dict[Any, list[list[TorchCall]]] = field(init=False, default_factory=dict)
-    decisions: int = field(init=False, default=0)  # comparisons with random draws of the host, in one step
-    questions: int = field(init=False, default=0)  # about the batch, in one step
-    uncapturable_lines: set[str] = field(init=False, default_factory=set)
-    why_apart: str = field(init=False)  # why the optimizer cannot be captured, "" if it can
-    may_be_constant: bool = field(init=False)  # whether it can all the same, as long as none of its numbers changes
-    _seen: set[Any] = field(init=False, default_factory=set)
-    _next: Iterator[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        subject, options = self.subject, {**self.subject.options, "graph": "off"}
-        self.step = graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
-        self.why_apart = why_not_capturable(self.subject.optimizer)
-        scheduled = self.subject.options.get("scheduler") is not None
-        self.may_be_constant = bool(self.why_apart) and may_be_constant(self.subject.optimizer) and not scheduled
-        self.device = next(self.subject.model.parameters()).device
-        with self.subject.origins:
-            for batch in itertools.islice(self.subject.batches, MOST_BATCHES):
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.step = self._eager_step()
+        self.why_apart = why_not_capturable(subject.optimizer)  # why it cannot be captured, "" if it can
+        scheduled = subject.options.get("scheduler") is not None
+        # Whether it can be captured all the same, as long as none of its numbers changes.
+        self.may_be_constant = bool(self.why_apart) and may_be_constant(subject.optimizer) and not scheduled
+        self.device = next(subject.model.parameters()).device
+        self.specs: list[Spec] = []
+        self.lines: list[str] = []  # for each of `specs`, the line that made its batch
+        self.kept: list[tuple[Any, Any]] = []
+        # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
+        self.records: dict[Any, list[list[TorchCall]]] = {}
+        self.decisions = 0  # comparisons with random draws of the host, in one step
+        self.questions = 0  # about the batch, in one step
+        self.uncapturable_lines: set[str] = set()
+        self._seen: set[Any] = set()
+        with subject.origins:
+            for batch in itertools.islice(subject.batches, MOST_BATCHES):
                 self._keep(batch)
         if not self.kept:
             raise ValueError("there is no batch")
         self._next = itertools.cycle(range(len(self.kept)))
+
+    def _eager_step(self, **options: Any) -> GraphedStep:
+        subject = self.subject
+        options = {**subject.options, **options, "graph": "off"}
+        return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
 
     def _keep(self, batch: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
@@ -166,9 +152,8 @@ class Trial:
 
     def with_options(self, **options: Any) -> "Trial":
         """Return this trial with other options of `graphed_step`."""
-        other, subject = copy.copy(self), self.subject
-        options = {**subject.options, **options, "graph": "off"}
-        other.step = graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
+        other = copy.copy(self)
+        other.step = self._eager_step(**options)
         return other
 
     def run(self, *, recorded: bool = False) -> None:
@@ -199,8 +184,3 @@ class Trial:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
                     step(*args, **kwargs)
                 return step.report()
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether at least two calls with the same batch layout were recorded, so that they could be compared."""
-        return any(len(records) > 1 for records in self.records.values())

@@ -63,6 +63,7 @@ def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
             left += [following for following, _ in node.next_functions]
 
 
+_next_sequence_number = private(torch.autograd, "_get_sequence_nr")
 for _name in ("_input_metadata", "_sequence_nr"):
     private(torch.autograd.graph.Node, _name)
 # input_metadata(node): shape, dtype and device of each gradient that an autograd node takes.
@@ -88,6 +89,11 @@ def post_accumulate_hooks(leaf: Tensor) -> list[Callable[[Tensor], None]]:
     return list((private(leaf, "_post_accumulate_grad_hooks") or {}).values())
 
 
+_task_numbers = itertools.count(1 << 40)  # far above the numbers that autograd gives, which count up from 0
+_push_hooks, _pop_hooks, _top_hooks = (
+    private(torch._C._autograd, f"_{name}_saved_tensors_default_hooks") for name in ("push", "pop", "top")
+)
+_HOOKS = "ampkit: hooks of outputs"  # key in a node's metadata
 _engine_owner: Any = torch.autograd.Variable
 _ENGINE_METHODS = ("run_backward", "queue_callback", "is_checkpoint_valid")
 _engine: dict[str, Any] = {name: private(private(_engine_owner, "_execution_engine"), name) for name in _ENGINE_METHODS}
@@ -99,9 +105,6 @@ def callbacks_queued_by(queue: Callable[[Callable[[], object]], None]) -> Iterat
     with Undo() as undo:
         replace(undo, _engine_owner, "_execution_engine", SimpleNamespace(**{**_engine, "queue_callback": queue}))
         yield
-
-
-_HOOKS = "ampkit: hooks of outputs"  # key in a node's metadata
 
 
 @contextmanager
@@ -127,9 +130,6 @@ def output_hooks(node: Any) -> list[tuple[int, Callable[[Tensor | None], Tensor 
     """Return the hooks of a node's outputs that were noted, each with the number of its output."""
     noted: dict[int, dict[int, Any]] = node.metadata.get(_HOOKS, {})
     return [(i, hook) for i, hooks in noted.items() for hook in list(hooks.values())]
-
-
-_next_sequence_number = private(torch.autograd, "_get_sequence_nr")
 
 
 def newest_sequence_number() -> int:
@@ -159,25 +159,16 @@ def _saved_attributes(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-_task_numbers = itertools.count(1 << 40)  # far above the numbers that autograd gives, which count up from 0
-
-
 @contextmanager
 def graph_task() -> Iterator[None]:
     """Context in which Python code that asks for the running backward gets a new number, though none is running.
 
     Checkpointing asks: it recomputes a block once for each number.
     """
-    before, number = private(torch._C, "_current_graph_task_id"), next(_task_numbers)
+    number = next(_task_numbers)
     with Undo() as undo:
-        undo.note(setattr, torch._C, "_current_graph_task_id", before)
-        torch._C._current_graph_task_id = lambda: number
+        replace(undo, torch._C, "_current_graph_task_id", lambda: number)
         yield
-
-
-_push_hooks, _pop_hooks = (
-    private(torch._C._autograd, f"_{name}_saved_tensors_default_hooks") for name in ("push", "pop")
-)
 
 
 @contextmanager
@@ -201,9 +192,6 @@ def hooks_wrapped(wrap: Callable[[Any], tuple[Any, Any]]) -> Iterator[None]:
         replace(undo, kind, "__enter__", enter)
         replace(undo, kind, "__exit__", leave)
         yield
-
-
-_top_hooks = private(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 def in_graph_task() -> bool:

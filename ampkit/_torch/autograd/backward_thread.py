@@ -18,9 +18,6 @@ def run_backwards_here(undo: Undo) -> None:
 
     Python's profile functions, and what is noted of a call here, belong to a thread. What a hook on a gradient reads or
     writes on the host would not be seen.
-
-    Args:
-        undo: of the context.
     """
     undo.note(let_autograd_use_threads, uses_autograd_threads())
     let_autograd_use_threads(False)

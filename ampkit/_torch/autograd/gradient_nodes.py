@@ -32,12 +32,8 @@ def renew_gradient_nodes(params: Iterable[Tensor]) -> None:
     DistributedDataParallel model has hooks on them, and a node does not show that. A hook that Python code has
     registered with a node without keeping the node is lost, as it is when the old graph ends.
 
-    Nothing is changed where torch runs all nodes of a capture on its stream: see `one_stream`.
-
-    Args:
-        params: parameters and buffers.
-
-    Sync: none. Aliasing: the parameters keep their memory.
+    Nothing is changed where torch runs all nodes of a capture on its stream: see `one_stream`. Parameters keep their
+    memory. Sync: none.
     """
     if CAN_RUN_ON_ONE_STREAM or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

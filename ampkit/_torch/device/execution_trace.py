@@ -34,6 +34,11 @@ _add_trace = private(_profiler, "_add_execution_trace_observer")
 _remove_trace = private(_profiler, "_remove_execution_trace_observer")
 _enable_trace = private(_profiler, "_enable_execution_trace_observer")
 _disable_trace = private(_profiler, "_disable_execution_trace_observer")
+# Two calls that mark, in such a trace, what runs between them: exit_mark takes what enter_mark(name) returned.
+enter_mark: Callable[[str], Any] = private(torch.autograd, "_record_function_with_args_enter")
+exit_mark: Callable[[Any], None] = private(torch.autograd, "_record_function_with_args_exit")
+_FATAL = 3  # the log level in c10/util/logging_is_not_google_glog.h
+_FILLER = "ampkit: end of a trace" + 8192 * "."
 # Where this environment variable is not 0, the observer reads tensors, and so waits for the device.
 _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
 
@@ -58,16 +63,11 @@ def execution_trace() -> Iterator["ExecutionTrace"]:
 
 
 class ExecutionTrace:
-    """What the observer writes between a begin and an end.
-
-    Attributes:
-        begun: whether it writes.
-        text: the operations as JSON, "" as long as it has not ended.
-    """
+    """What the observer writes between a begin and an end."""
 
     def __init__(self) -> None:
-        self.begun = False
-        self.text = ""
+        self.begun = False  # whether it writes
+        self.text = ""  # the operations as JSON, once it has ended
         self._observer: _OperationObserver | None = None
         self._alone = len(sys._current_frames()) == 1  # no other thread
         self._ends = iter((_disable_trace,))
@@ -162,7 +162,6 @@ class _OperationObserver:
 
 _one_trace: dict[str, ExecutionTrace] = {}  # at most one; `setdefault` is one step for all threads
 _registered: list[_OperationObserver] = []  # at most one
-_FILLER = "ampkit: end of a trace" + 8192 * "."
 
 
 def _observer() -> _OperationObserver | None:
@@ -199,9 +198,6 @@ def _graph_in_other_thread() -> bool:
     return False
 
 
-_FATAL = 3  # the log level in c10/util/logging_is_not_google_glog.h
-
-
 @contextmanager
 def _less_logging() -> Iterator[None]:
     """Context in which torch's C++ logs no warnings. The observer would log one whenever it begins or ends."""
@@ -226,8 +222,3 @@ def _log_level() -> ctypes.c_int | None:
         return None if library is None else ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
         return None
-
-
-# Two calls that mark, in such a trace, what runs between them: exit_mark takes what enter_mark(name) returned.
-enter_mark: Callable[[str], Any] = private(torch.autograd, "_record_function_with_args_enter")
-exit_mark: Callable[[Any], None] = private(torch.autograd, "_record_function_with_args_exit")

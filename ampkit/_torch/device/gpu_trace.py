@@ -37,6 +37,7 @@ def _switch_of(library: Path) -> ctypes.c_bool | None:
 
 
 _switch = _switch_of(Path(torch.__file__).parent / "lib" / "libc10.so")
+_on_by_ampkit = False  # whether the trace is on because ampkit turned it on
 
 
 def gpu_trace_registries() -> dict[str, Any] | None:
@@ -53,9 +54,6 @@ def gpu_trace_registries() -> dict[str, Any] | None:
     if not hasattr(torch._C, "_activate_gpu_trace") or not all(hasattr(trace, name) for name in names.values()):
         return None
     return {kind: getattr(trace, name) for kind, name in names.items()}
-
-
-_on_by_ampkit = False  # whether the trace is on because ampkit turned it on
 
 
 def activate_gpu_trace() -> None:

@@ -15,18 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..guard import private
 
+_CUDNN_RNN = private(torch.ops.aten, "_cudnn_rnn").default
+
 
 class RnnDropout:
-    """Notices when cuDNN's dropout begins anew. It changes nothing.
-
-    Attributes:
-        device: of the modules with such a dropout; None if there are none.
-        times: how often it has begun anew, or another state was put in its place.
-    """
+    """Notices when cuDNN's dropout begins anew. It changes nothing."""
 
     def __init__(self) -> None:
-        self.device: torch.device | None = None
-        self.times: int = 0
+        self.device: torch.device | None = None  # of the modules with such a dropout, if there are any
+        self.times: int = 0  # how often it has begun anew, or another state was put in its place
         self._address = 0  # of the state, 0 if it is not known
         self._probe: nn.Module | None = None
 
@@ -81,6 +78,3 @@ def put_back(generator: torch.Generator, state: Tensor) -> None:
             generator.set_offset(offset)
             return
     generator.set_state(state)
-
-
-_CUDNN_RNN = private(torch.ops.aten, "_cudnn_rnn").default

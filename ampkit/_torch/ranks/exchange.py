@@ -18,11 +18,7 @@ class Exchange:
     The Reducer copies each gradient into a bucket as soon as it is there, divided by the number of processes, and back
     when the bucket is averaged (`mark_variable_ready_dense` and `finalize_bucket_dense` in
     torch/csrc/distributed/c10d/reducer.cpp). Here all gradients of a bucket are cast and copied at once, and stay
-    there. Messages have the same sizes and order, so that other processes may have a Reducer.
-
-    Args:
-        ddp: the model.
-        buckets: its parameters, by bucket; see `buckets_of`.
+    there. Messages have the same sizes and order, so that other processes may have a Reducer. See `buckets_of`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, buckets: Buckets) -> None:
@@ -43,7 +39,13 @@ class Exchange:
     def _send(self, params: Sequence[nn.Parameter]) -> None:
         bucket = params[0].new_empty(sum(param.numel() for param in params))
         parts = bucket.split([param.numel() for param in params])
-        views = [_in_layout_of(param, part) for param, part in zip(params, parts, strict=True)]
+        is_dense = private(torch.ops.aten, "is_non_overlapping_and_dense")
+        views = [  # in the layouts that the Reducer has (`initialize_bucket_views`)
+            part.as_strided(param.shape, param.stride(), part.storage_offset())
+            if is_dense(param)
+            else part.view(param.shape)
+            for param, part in zip(params, parts, strict=True)
+        ]
         pairs = [(view, self._found.pop(param)) for view, param in zip(views, params, strict=True)]
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in pairs):  # a mixed list is copied one by one
             alike = [pair for pair in pairs if pair[1].dtype is dtype]
@@ -68,13 +70,6 @@ class Exchange:
             for param, view in zip(params, views, strict=True):
                 param.grad = view
         return not self._sent or (not self._found and len(self._sent) == len(self._buckets))
-
-
-def _in_layout_of(param: nn.Parameter, part: Tensor) -> Tensor:
-    """View a part of a bucket as the Reducer does (`initialize_bucket_views`)."""
-    if private(torch.ops.aten, "is_non_overlapping_and_dense")(param):
-        return part.as_strided(param.shape, param.stride(), part.storage_offset())
-    return part.view(param.shape)
 
 
 def broadcast_coalesced(

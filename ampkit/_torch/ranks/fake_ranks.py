@@ -23,12 +23,8 @@ _ASKS_FOR_DEVICE = ("_fsdp_init", "_fsdp_state", "_fsdp_param_group", "_fsdp_col
 def fake_rank(ranks: int, device_type: str) -> Iterator[None]:
     """Context in which this process is the first of so many ranks. Collectives change nothing, and wait for nobody.
 
-    `fully_shard` takes its CUDA streams and events from stand-ins, so that it needs no device. They are put in place
-    for the whole process. No process group may be initialized when the context is entered.
-
-    Args:
-        ranks: how many there are.
-        device_type: "cpu" or "cuda", where the shards are.
+    `fully_shard` takes its CUDA streams and events from stand-ins, so that it needs no device, also for shards on
+    "cuda". They are put in place for the whole process. No process group may be initialized when this is entered.
     """
     with Undo() as undo:
         undo.note(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it, to put the rank before each line

@@ -20,6 +20,9 @@ Buckets = Sequence[Sequence[nn.Parameter]]
 
 _MARK = "ampkit: the Reducer"  # a key of the metadata of autograd nodes
 _BUILT_IN = "BuiltinCommHookType."  # begins what the log has of a hook that is written in C++
+_MEASURED = 10  # steps, in reducer.cpp
+_NEVER = 2**31 - 1  # the largest int of C++
+_buckets: "WeakKeyDictionary[DistributedDataParallel, Buckets]" = WeakKeyDictionary()
 
 
 def peculiarity(ddp: DistributedDataParallel) -> str:
@@ -47,11 +50,8 @@ def is_bitmap_copy(source: Tensor, lengths: Sequence[int]) -> bool:
 
     A Reducer that looks for unused parameters copies it to the device behind the last gradient, from pinned memory
     (`Reducer::all_reduce_local_used_map` in torch/csrc/distributed/c10d/reducer.cpp). What a capture takes of that
-    memory is not used for anything else as long as the graph lives (ATen/core/CachingHostAllocator.h).
-
-    Args:
-        source: what is copied.
-        lengths: of the bitmaps: the numbers of parameters of the models.
+    memory is not used for anything else as long as the graph lives (ATen/core/CachingHostAllocator.h). The lengths are
+    those of the bitmaps: the numbers of parameters of the models.
     """
     accumulates = hasattr(current_node(), "variable")
     return accumulates and source.dtype is torch.int32 and source.dim() == 1 and source.numel() in lengths
@@ -60,8 +60,7 @@ def is_bitmap_copy(source: Tensor, lengths: Sequence[int]) -> bool:
 def note_used(undo: Undo, ddp: DistributedDataParallel) -> Callable[[], list[str]]:
     """Note which parameters of a model get a gradient on this rank, until the end of a context.
 
-    Returns:
-        A function that returns the names of those that have got none; [] if no parameter has got one.
+    Returns what returns the names of those that have got none; [] if no parameter has got one.
     """
     params, _ = private(ddp, "_build_params_for_reducer")()
     names = private(ddp, "_build_debug_param_to_name_mapping")(params)
@@ -113,12 +112,8 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     has kept the old ones. Its settings and hooks are those of the old one. Its buckets are laid out in the next two
     steps, as those of a new model.
 
-    `DistributedDataParallel.__setstate__` does the same for a model that was pickled.
-
-    Returns:
-        The names of parameters whose nodes something else has kept, so that they still belong to the old stream.
-
-    Sync: waits for the device.
+    `DistributedDataParallel.__setstate__` does the same for a model that was pickled. Returns the names of parameters
+    whose nodes something else has kept, so that they still belong to the old stream. Sync: waits for the device.
     """
     params, sparse = private(ddp, "_build_params_for_reducer")()
     names = private(ddp, "_build_debug_param_to_name_mapping")(params)
@@ -151,16 +146,11 @@ def rebuild(ddp: DistributedDataParallel) -> list[str]:
     return kept
 
 
-_buckets: "WeakKeyDictionary[DistributedDataParallel, Buckets]" = WeakKeyDictionary()
-
-
 def lay_out(ddp: DistributedDataParallel) -> None:
     """Have the Reducer lay out its buckets now, if the next forward would, and note them for `buckets_of`.
 
-    To be called eagerly, by all ranks at a time. torch lays out the buckets of a Reducer once, behind its first
-    backward, and tells what is in them with zeros in place of the gradients.
-
-    Sync: waits for the other ranks if there is something to lay out.
+    To be called eagerly, by all ranks at a time: it waits for the others if there is something to lay out. torch lays
+    out the buckets of a Reducer once, behind its first backward, and tells what is in them with zeros as gradients.
     """
     if peculiarity(ddp):
         return
@@ -193,12 +183,8 @@ def gradient_calls(ddp: DistributedDataParallel) -> dict[nn.Parameter, Callable[
 def bucket_bytes(ddp: DistributedDataParallel, share: float) -> int:
     """Return `bucket_bytes_cap` as torch.compile needs it to split a module where a bucket of gradients is complete.
 
-    It counts the bytes of the parameters that it sees, and asserts that the cap is not below that of the first bucket
-    (torch/_dynamo/backends/distributed.py).
-
-    Args:
-        ddp: the model.
-        share: the size of these parameters, as a share of those that the buckets have.
+    It counts the bytes of the parameters that it sees, a `share` of those that the buckets have, and asserts that the
+    cap is not below that of the first bucket (torch/_dynamo/backends/distributed.py).
     """
     first: int = private(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES")
     return max(first, int(private(ddp, "bucket_bytes_cap") * share))
@@ -235,7 +221,3 @@ def stop_clocks(ddp: DistributedDataParallel) -> None:
     if not ddp.static_graph or private(ddp, "_static_graph_delay_allreduce_enqueued"):
         for _ in range(_MEASURED + 1):
             reducer.prepare_for_forward()
-
-
-_MEASURED = 10  # steps, in reducer.cpp
-_NEVER = 2**31 - 1  # the largest int of C++

@@ -16,14 +16,14 @@ from ..guard import private
 from ..tensors.tensors import local_shard, sharded_class
 from ..tensors.tree import tensors_in
 
+_OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves at None
+    *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
+    *("_all_reduce_state", "_partial_reduce_output"),
+)
+
 
 def as_shard(local: Tensor, like: Any) -> Tensor:
-    """Return a DTensor that consists of such parts, placed as another one is. Aliasing: it has the part's memory.
-
-    Args:
-        local: of the shape of this process's part of `like`.
-        like: a DTensor.
-    """
+    """Return a DTensor whose part in this process this is, placed as another one is. Aliasing: the part's memory."""
     made: Tensor = sharded_class().from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -55,11 +55,7 @@ def wrapped_modules(model: nn.Module) -> list[nn.Module]:
 def buffers_of_collective(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], in_backward: bool) -> list[Tensor]:
     """Return the arguments of an operation in which `fully_shard` gathers parameters or reduces gradients.
 
-    Args:
-        func: an operation.
-        args: its arguments by position.
-        kwargs: its arguments by name.
-        in_backward: whether it runs in a backward. In forward, only operations of `fully_shard` itself are looked at.
+    In forward, not in a backward, only operations of `fully_shard` itself are looked at.
     """
     name = func.overloadpacket.__name__ if func.namespace in ("fsdp", "c10d") else ""
     if name == "all_gather_copy_in" or (name == "_reduce_scatter_base_" and in_backward):
@@ -68,11 +64,7 @@ def buffers_of_collective(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class ShardedModules:
-    """The modules of a model that `fully_shard` has wrapped, with what they keep from one call to the next.
-
-    Args:
-        model: the whole model. All its modules must be wrapped already.
-    """
+    """The modules of a model that `fully_shard` has wrapped, all of them by now, with what they keep between calls."""
 
     def __init__(self, model: nn.Module) -> None:
         # Modules that were wrapped together share a state.
@@ -200,9 +192,3 @@ def _settle_streams(streams: Any) -> None:
             setattr(streams, name, None)
     if hasattr(streams, "post_forward_order"):
         streams.post_forward_order.clear()
-
-
-_OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves at None
-    *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
-    *("_all_reduce_state", "_partial_reduce_output"),
-)

@@ -40,13 +40,8 @@ def fill_cache(copies: Mapping[nn.Parameter, Tensor], taken: Taken, device_type:
 
     Autocast then takes them for its own casts (`cached_cast` in ATen/autocast_mode.cpp): it casts the arguments of a
     matrix product, and a dispatch mode gives it the copy in place of the cast. The mode sees the product, too, so that
-    no kernel runs and shapes do not matter.
-
-    Args:
-        copies: by float32 parameter.
-        taken: gets a parameter and the gradient of its cast, in a backward. If it returns False, the gradient is cast
-            and goes to the parameter, as from `Tensor.to`.
-        device_type: "cuda" or "cpu".
+    no kernel runs and shapes do not matter. `taken` gets a parameter and the gradient of its cast, in a backward. If it
+    returns False, the gradient is cast and goes to the parameter, as from `Tensor.to`.
     """
     if not (torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()):
         return

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..guard import private
 
 # Makes a `torch._subclasses.FakeTensorMode`: tensors that are made within it have no data.
@@ -37,12 +37,10 @@ def is_limit_of_fake_tensors(error: Exception) -> bool:
 def autocast_without_cuda() -> Iterator[None]:
     """Context in which `torch.autocast("cuda")` works without a CUDA device. Outside it switches itself off there."""
     common = private(torch.cuda.amp, "common")
-    before = private(common, "amp_definitely_not_available"), torch.cuda.is_bf16_supported
+    private(common, "amp_definitely_not_available")
     with Undo() as undo:
-        undo.note(setattr, common, "amp_definitely_not_available", before[0])
-        undo.note(setattr, torch.cuda, "is_bf16_supported", before[1])
-        common.amp_definitely_not_available = lambda: False
-        torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+        replace(undo, common, "amp_definitely_not_available", lambda: False)
+        replace(undo, torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..guard import private
 
 _FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
@@ -42,9 +42,7 @@ _NOTHING = _Nothing()
 def note_autocast_of_fast_paths(undo: Undo) -> None:
     """Have `autocast_of_parts` know until `undo` whether autocast was on. Within a dispatch mode it is always off."""
     for name in _FAST_PATHS:
-        called = private(torch, name)
-        undo.note(setattr, torch, name, called)
-        setattr(torch, name, _noting_autocast(called))
+        replace(undo, torch, name, _noting_autocast(private(torch, name)))
 
 
 def _noting_autocast(called: Callable[..., Any]) -> Callable[..., Any]:

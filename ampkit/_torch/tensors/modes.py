@@ -1,7 +1,7 @@
 """Function modes and dispatch modes: which are entered, and how code runs without them."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType
 from typing import Any
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device, _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..guard import private
 from .fast_paths import note_autocast_of_fast_paths
 
@@ -28,8 +28,6 @@ def function_modes() -> list[Any]:
 
 # The function mode that torch.set_default_device enters, and a torch.device that is used as a context.
 DeviceContext: Any = private(_device, "DeviceContext")
-
-
 # without_modes(): a context in which no function mode and no dispatch mode is entered.
 without_modes: Callable[[], AbstractContextManager[Any]] = private(_python_dispatch, "_disable_current_modes")
 
@@ -69,8 +67,7 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
             _push_function_mode(mode)
 
     with Undo() as undo:
-        undo.note(setattr, torch.overrides, "has_torch_function", asked)
-        torch.overrides.has_torch_function = has_torch_function
+        replace(undo, torch.overrides, "has_torch_function", has_torch_function)
         yield
 
 
@@ -200,13 +197,13 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = private(tor
 def without_dispatch_modes() -> Iterator[None]:
     """Context without the dispatch modes that are entered: none of them sees what runs in it."""
     entered = list(_dispatch_modes())
+
+    def enter_again() -> None:
+        for mode in entered[len(_dispatch_modes()) :]:
+            _push_dispatch_mode(mode)
+
     with Undo() as undo:
-        undo.note(_enter_again, entered)
+        undo.note(enter_again)
         while _dispatch_modes():
             _pop_dispatch_mode()
         yield
-
-
-def _enter_again(modes: Sequence[Any]) -> None:
-    for mode in modes[len(_dispatch_modes()) :]:
-        _push_dispatch_mode(mode)

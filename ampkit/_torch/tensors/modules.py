@@ -20,6 +20,11 @@ for _name in (
 ):
     private(_MODULE, _name)
 
+for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    private(Tensor, _name)
+_HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple(
+    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+)
 MODULE_CALL = private(nn.Module, "_call_impl").__code__  # of the function that calls `forward`
 
 
@@ -90,10 +95,3 @@ def is_of_torch(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampkit")
-
-
-_HOOKS_OF_TENSORS: tuple[Callable[[Tensor], dict[int, Any] | None], ...] = tuple(
-    map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
-)
-for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-    private(Tensor, _name)

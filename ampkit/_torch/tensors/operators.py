@@ -33,11 +33,9 @@ LIFT_FRESH: Any = private(torch.ops.aten, "lift_fresh").default
 
 @contextmanager
 def kernels(functions: Mapping[str, Callable[..., Any]], dispatch_keys: Sequence[str]) -> Iterator[None]:
-    """Context in which operations of ATen run these functions, in every thread.
+    """Context in which operations of ATen run these functions, in every thread, as their kernels for dispatch keys.
 
-    Args:
-        functions: a function for each operation, by name: `name.overload`, or `name` for the default overload.
-        dispatch_keys: the dispatch keys whose kernel is replaced.
+    The name of an operation is `name.overload`, or `name` for the default overload.
     """
     with private(torch.library, "_scoped_library")("aten", "IMPL") as library:
         for name, function in functions.items():

@@ -27,8 +27,6 @@ foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")  # t
 private(Tensor, "_version")
 # version(tensor): a counter that rises whenever the tensor is changed in place. A replayed graph does not raise it.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
-
-
 # sparse_indices(tensor), sparse_values(tensor): those of a tensor of layout sparse_coo, which need not be coalesced.
 sparse_indices: Callable[[Tensor], Tensor] = private(Tensor, "_indices")
 sparse_values: Callable[[Tensor], Tensor] = private(Tensor, "_values")
@@ -74,10 +72,9 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class Remembered:
-    """A tensor as it was, and the means to put that back. It does not keep the tensor's memory alive.
+    """A tensor with a storage as it was, of a DTensor this process's part, and the means to put that back.
 
-    Args:
-        tensor: it has a storage. Of a DTensor, this process's part is remembered.
+    It does not keep the tensor's memory alive.
     """
 
     def __init__(self, tensor: Tensor) -> None:

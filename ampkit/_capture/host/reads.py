@@ -90,7 +90,6 @@ from .constants import (
     own_table,
     package_name,
     reference,
-    size,
 )
 from .executed import Executed
 from .functions import Methods, parts_of, users_function
@@ -370,7 +369,7 @@ class Reads:
             if isinstance(each, TensorReference) and not self._own.leaves_out((key, text))
         ]
         return Reading(
-            ReadValues(found, name, was_looked_at, self._own.copy()),
+            ReadValues(found, name, was_looked_at, OwnChanges(self._own.places)),
             [read for read, _ in readers],
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
@@ -443,7 +442,8 @@ class Reads:
         if path.root.scope is Scope.GLOBAL:
             way.append((path.root.owner, path.root.name))
         value, text = values[-1], str(path._replace(parts=path.parts[: len(values) - 1]))
-        all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
+        kind = next((kind for kind in (dict, list) if issubclass(type(value), kind)), None)
+        all_entries = kind is not None and kind.__len__(value) <= MOST_ENTRIES
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))

@@ -19,14 +19,21 @@ from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.modes import WatchingMode, enter, leave
-from ..._torch.tensors.operators import HOST_COPIES, LIST_READS, PRINT_ENTRY, call_from_binding, host_waits, op_builtin
+from ..._torch.tensors.operators import (
+    HOST_COPIES,
+    LIFT_FRESH,
+    LIST_READS,
+    PRINT_ENTRY,
+    call_from_binding,
+    host_waits,
+    op_builtin,
+)
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from ..host.uploads import replace_here
 from .draw_record import DrawRecorder
 from .host_random import HostSources
 from .host_values import receive
-from .remedies import remedy
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -37,10 +44,10 @@ from .uncapturable import (
     Watched,
     host_copy,
     host_wait,
-    is_late,
     list_read,
     problem_of,
     problems_of,
+    remedy,
     sets_generator,
 )
 
@@ -309,7 +316,8 @@ class Preflight(WatchingMode):
         if self._draws is not None:
             problems = self._draws.judged(op, args, kwargs, result, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
-        if problems and not (problems[0].graph_only or is_late(op)):
+        # LIFT_FRESH is dispatched after its work was done, so that its time says nothing.
+        if problems and not (problems[0].graph_only or op is LIFT_FRESH):
             self._spent(keys[0], seconds)
         for observer in self._observers if hasattr(op, "overloadpacket") else ():
             observer(op, args, kwargs, result)

@@ -45,10 +45,6 @@ class Touched:
     Args:
         known: the addresses of memory that is known.
         device: where the step computes.
-
-    Attributes:
-        uses: how each other memory was used, by its address.
-        nested: whether there was a nested tensor.
     """
 
     def __init__(self, known: set[int], device: torch.device) -> None:
@@ -58,8 +54,8 @@ class Touched:
         self._on_host: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._read: set[int] = set()
         self._written_on_host: dict[int, str] = {}
-        self.uses: dict[int, Use] = {}
-        self.nested: bool = False
+        self.uses: dict[int, Use] = {}  # of each other memory, by its address
+        self.nested: bool = False  # whether there was a nested tensor
 
     def __call__(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note the memory that an operation has used, written to and made."""
@@ -95,8 +91,7 @@ class Touched:
     def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.
 
-        Args:
-            others: addresses that are left out.
+        Those at the addresses `others` are left out.
         """
         left = self._written_on_host.keys() | others
         found = ((known(), line) for address, (known, line) in self._on_host.items() if address not in left)

@@ -52,7 +52,6 @@ class Undeclared:
         self._problems, self._to_adopt, self._loose = [], [], []
         touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
-
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -268,18 +268,11 @@ class OwnChanges:
 
 @dataclass(frozen=True, eq=False)
 class ReadValues:
-    """The values of all that steps read. Two of these are equal if all that both looked at has the same values.
+    """The values of all that steps read. Two of these are equal if all that both looked at has the same values."""
 
-    Attributes:
-        found: what is noted of the values, by key and by what is written behind it.
-        name: returns how messages name a key.
-        was_looked_at: `was_looked_at(key, text)` returns whether this place had no value where none was found.
-        left_out: the places that the step changes itself.
-    """
-
-    found: dict[Key, dict[str, Any]]
-    name: Callable[[Key], str]
-    was_looked_at: Callable[[Key, str], bool]
+    found: dict[Key, dict[str, Any]]  # what is noted of the values, by key and by what is written behind it
+    name: Callable[[Key], str]  # returns how messages name a key
+    was_looked_at: Callable[[Key, str], bool]  # returns whether a place had no value where none was found
     left_out: OwnChanges
 
     def __eq__(self, other: object) -> bool:

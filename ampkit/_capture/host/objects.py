@@ -45,11 +45,7 @@ _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a name
 
 @dataclass(eq=False)
 class Slots:
-    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
-
-    Args:
-        owner: the object.
-    """
+    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table."""
 
     owner: Any
 
@@ -149,23 +145,14 @@ _CACHED = type(functools.cache(lambda: None))
 
 
 class HeldTable(NamedTuple):
-    """A table with values.
+    """A table with values: of a list, tuple, deque or dict, the `__dict__` of an object or class, `Slots`, `_Whole`."""
 
-    Attributes:
-        path: how it is written, behind the name of the attribute: "", ".vision", "['vision']".
-        table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots` or a `_Whole`.
-        keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
-        inner: of those that hold others; of these, the class is compared.
-        texts: how each of the values is written, behind the name of the attribute.
-        is_whole: whether nothing in it is left out, so that the order of a dict is compared, too.
-    """
-
-    path: str
+    path: str  # how it is written, behind the name of the attribute: "", ".vision", "['vision']"
     table: Any
-    keys: list[Any]
-    inner: list[Any]
-    texts: dict[Any, str]
-    is_whole: bool
+    keys: list[Any]  # of the values in it that are compared: numbers, texts, functions, tensors, modules
+    inner: list[Any]  # of those that hold others; of these, the class is compared
+    texts: dict[Any, str]  # how each of the values is written, behind the name of the attribute
+    is_whole: bool  # whether nothing in it is left out, so that the order of a dict is compared, too
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values that are compared, by how each of them is written."""
@@ -204,8 +191,7 @@ def holders(
 
     Args:
         value: the attribute.
-        is_read: returns whether code reads something by this name. Attributes and entries with other names are left
-            out.
+        is_read: returns whether code reads something by this name. Otherwise it is left out.
         seen: the identities of what is left out; grows.
         all_entries: whether no entry of a dict is left out. Attributes of objects are.
     """
@@ -287,6 +273,8 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         is_of_c = isinstance(owner, CData)
         if (sizeof(owner) if is_of_c else owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
             yield _one_entry(_Array(owner))
+    elif kind is functools.partial:
+        yield id(owner), False, _Given(owner), list(enumerate(in_partial(owner)))
     else:
         if kind is _CACHED:
             results = tuple(_results(owner))
@@ -314,9 +302,6 @@ def _results(cached: Any) -> list[Any]:
 
 def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
     kind, own, slots = type(owner), own_table(owner), Slots(owner)
-    if kind is functools.partial:
-        yield id(owner), False, _Given(owner), list(enumerate(in_partial(owner)))
-        return
     hidden: set[str] = set()  # of what the class has under the same name
     if own is not None and len(own) <= _MOST_NAMED:
         hidden.update(own)

@@ -51,17 +51,11 @@ class DrawOperation(NamedTuple):
 
 
 class NumberRead(NamedTuple):
-    """The host reads a number.
+    """The host reads a number."""
 
-    Attributes:
-        slot: of which tensor: a result, or an argument of the call.
-        learn: returns what the host learns from the number.
-        by: its second argument, for a comparison with a number; None if it has one argument.
-    """
-
-    slot: Slot | Leaf | Held
-    learn: Callable[..., Any]
-    by: Any = None
+    slot: Slot | Leaf | Held  # of which tensor: a result, or an argument of the call
+    learn: Callable[..., Any]  # returns what the host learns from the number
+    by: Any = None  # its second argument, for a comparison with a number; None if it has one argument
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
@@ -71,17 +65,11 @@ class NumberRead(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a step does on the host between two reads.
+    """What a step does on the host between two reads."""
 
-    Attributes:
-        operations: draws, and what is computed from their numbers.
-        read: what is read then; None behind the last read of a step.
-        outcome: what the host learned by that.
-    """
-
-    operations: tuple[DrawOperation, ...]
-    read: NumberRead | None
-    outcome: Hashable = None
+    operations: tuple[DrawOperation, ...]  # draws, and what is computed from their numbers
+    read: NumberRead | None  # what is read then; None behind the last read of a step
+    outcome: Hashable = None  # what the host learned by that
 
 
 class DrawPath(NamedTuple):

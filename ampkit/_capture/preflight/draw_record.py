@@ -20,7 +20,7 @@ from ..._user_line import SourceLocation, real_frame, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.uploads import replace_here
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
-from .drawn_number import is_compared_at_once, told_of
+from .drawn_number import DrawnNumber, is_compared_at_once
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
 wraps_operations(__file__)
@@ -46,16 +46,11 @@ class DrawRecorder:
 
     On a CPU, where graphs are emulated, the device draws from the same generator. There, draws whose numbers are never
     read are the device's. They are recorded too, because they come between the others.
-
-    Args:
-        device: where the step computes.
-
-    Attributes:
-        path: what the call did on the host; None if it draws nothing there, or if no graph may depend on it.
-        refused: problems that were held back, with their places, and are ones after all. Known at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Known at the end: what the call did on the host, None if it draws nothing there, or if no graph may depend on
+        # it; and problems that were held back, with their places, and are ones after all.
         self.path: DrawPath | None = None
         self.refused: list[tuple[Problem, SourceLocation]] = []
         self._emulated = device.type == "cpu"
@@ -246,7 +241,9 @@ class DrawRecorder:
             else:
                 self._learn(NumberRead(Slot(number), compare, by), value, draws)
 
-        return told_of(value, compared)
+        drawn = DrawnNumber(value)
+        drawn.told = compared
+        return drawn
 
     # ----------------------------------------------------------------------------------------------------------- end
 

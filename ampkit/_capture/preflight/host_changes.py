@@ -41,11 +41,7 @@ class HostChanges:
 
     @contextmanager
     def watching(self, *, is_first: bool) -> Iterator[None]:
-        """Context for an eager call.
-
-        Args:
-            is_first: whether it may set numbers that later calls find as they set them.
-        """
+        """Context for an eager call. If it `is_first`, it may set numbers that later calls find as they set them."""
         self._problems, self._reads = [], {}
         before = self._numbers()
         with Undo() as undo:

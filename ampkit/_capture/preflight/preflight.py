@@ -144,7 +144,6 @@ class Preflight(WatchingMode):
         self._reported = False  # whether a call runs that has been reported as a whole
         self._sets_generator = False  # whether a call runs that sets a generator
         self._sets_next = False  # whether the same call goes on to set another generator
-        self._undo = Undo()
 
     @property
     def findings(self) -> list[Finding]:

@@ -22,29 +22,18 @@ wraps_operations(__file__)
 
 @dataclass(eq=False)
 class Use:
-    """How a call used memory that was there before it.
+    """How a call used memory that was there before it."""
 
-    Attributes:
-        tensor: a tensor in that memory.
-        line: the user's line that used it first.
-        by_user: whether that line used it itself, and not through ampkit, a backward or compiled code.
-        written: whether an operation wrote to it.
-    """
-
-    tensor: "weakref.ref[Tensor]"
-    line: str
-    by_user: bool
-    written: bool = False
+    tensor: "weakref.ref[Tensor]"  # a tensor in that memory
+    line: str  # the user's line that used it first
+    by_user: bool  # whether that line used it itself, and not through ampkit, a backward or compiled code
+    written: bool = False  # whether an operation wrote to it
 
 
 class Touched:
-    """Notes memory that operations use, unless it is known or was made by one of them.
+    """Notes memory that operations use, unless its address is known or it was made by one of them.
 
     A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
-
-    Args:
-        known: the addresses of memory that is known.
-        device: where the step computes.
     """
 
     def __init__(self, known: set[int], device: torch.device) -> None:

@@ -18,21 +18,13 @@ from ..._user_line import SourceLocation
 
 
 class Problem(NamedTuple):
-    """Something in a step that cannot be captured.
+    """Something in a step that cannot be captured."""
 
-    Attributes:
-        what: what happens.
-        advice: what to write instead.
-        elsewhere: what to write instead outside of a graphed step, if that differs.
-        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
-        whole_line: whether it explains all else that is wrong with its line.
-    """
-
-    what: str
-    advice: str
-    elsewhere: str = ""
-    graph_only: bool = False
-    whole_line: bool = False
+    what: str  # what happens
+    advice: str  # what to write instead
+    elsewhere: str = ""  # what to write instead outside of a graphed step, if that differs
+    graph_only: bool = False  # whether only a graph rules it out. Otherwise the host waits for the device
+    whole_line: bool = False  # whether it explains all else that is wrong with its line
 
 
 _KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."

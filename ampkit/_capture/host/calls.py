@@ -18,7 +18,7 @@ from ..._torch.compile import COMPILER, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import ABSENT, CLOSED_PACKAGES, is_plain, is_write
+from .constants import ABSENT, CLOSED_PACKAGES, bases_of, is_plain, is_write, module_name
 from .executed import Executed
 from .objects import HeldTable, any_name, holders
 
@@ -27,7 +27,7 @@ _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 _COMPILER = tuple(TORCH + folder.removeprefix("torch/").replace("/", os.sep) for folder in COMPILER)
 _PACKAGES = f"-packages{os.sep}"
 KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # what each module has
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 Line = tuple[str, int]  # a file and a number
 # Packages whose code reads attributes of its own, as `self.log` of Lightning does, or what is compared elsewhere.
 _OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
@@ -41,14 +41,6 @@ class Origin(Enum):
     PACKAGE = "an installed package's"
     PYTHON = "Python's library's, or made by it"  # as the methods of named tuples
     OTHERS = "torch's or ampkit's"  # or that of a package whose attributes are compared elsewhere, or generated
-
-
-def origin_in(frame: FrameType) -> Origin:
-    """Return whose code a frame runs. What torch's compiler has written, in files anywhere, has a name of torch's."""
-    if is_in_users_file(frame):  # also of `python -c`
-        return Origin.USERS
-    found = origin_of(frame.f_code.co_filename)
-    return Origin.OTHERS if found is Origin.USERS else found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,15 +62,10 @@ _LISTING = {each.__code__ for each in vars(nn.Module).values() if type(each) is 
 
 @dataclass(frozen=True)
 class Names:
-    """Names by which code reads attributes of modules.
+    """Names by which code reads attributes of modules."""
 
-    Attributes:
-        of_all: those that count in all modules.
-        of_class: by class: further ones, which only the methods of the class read.
-    """
-
-    of_all: frozenset[str] = frozenset()
-    of_class: dict[type, frozenset[str]] = field(default_factory=dict)
+    of_all: frozenset[str] = frozenset()  # those that count in all modules
+    of_class: dict[type, frozenset[str]] = field(default_factory=dict)  # further ones, which only its methods read
 
     def has(self, kind: type, name: str) -> bool:
         """Return whether attributes of this name count in modules of this class."""
@@ -111,10 +98,6 @@ class CallRecorder:
         modules: those that the step may call.
         executed: which instructions are executed.
         take: is called with the frame of each function, too. It returns further modules, which the step will call.
-
-    Attributes:
-        before: what was in the modules, and in those that the step was found to call.
-        lines: where the names are read that `names` returns.
     """
 
     def __init__(
@@ -127,8 +110,8 @@ class CallRecorder:
         # By identity: dynamo makes code that has no hash, and a hash of code takes longer than all else here.
         self._judged: dict[int, tuple[CodeType, Origin]] = {}
         self._called: dict[int, tuple[CodeType, Origin]] = {}  # what counts as called by the step
-        self.before = [_Before(modules)]
-        self.lines: dict[str, dict[CodeType, Line]] = {}
+        self.before = [_Before(modules)]  # what was in these, and in those that the step was found to call
+        self.lines: dict[str, dict[CodeType, Line]] = {}  # where the names are read that `names` returns
 
     def on_call(self, frame: FrameType) -> bool:
         """Take note of a function that is called. Return whether nothing is to be noted of further calls of it."""
@@ -149,17 +132,21 @@ class CallRecorder:
         return counts and further is None and not (origin is Origin.PACKAGE and self._executed.watches_each_call)
 
     def _origin_in(self, frame: FrameType) -> Origin:
+        """Return whose code a frame runs. What torch's compiler writes, in files anywhere, has a name of torch's."""
         code = frame.f_code
         if id(code) not in self._judged:
-            self._judged[id(code)] = code, origin_in(frame)
+            found = origin_of(code.co_filename)
+            if is_in_users_file(frame):  # also of `python -c`
+                found = Origin.USERS
+            elif found is Origin.USERS:
+                found = Origin.OTHERS
+            self._judged[id(code)] = code, found
         return self._judged[id(code)][1]
 
     def _is_of_step(self, frame: FrameType, origin: Origin) -> bool:
         """Return whether the step's own code made this call, and not torch or ampkit for purposes of their own.
 
-        Args:
-            frame: of the function that is called, which is no other function of torch's or ampkit's.
-            origin: whose it is.
+        The frame is of the function that is called, which is no other function of torch's or ampkit's.
         """
         if origin is Origin.USERS:
             return True
@@ -237,7 +224,7 @@ class _Before:
                     found = holders(value, any_name, seen.setdefault(name, set()))
                     # By the name by which the code that changes it reads it.
                     self._inside += [
-                        (module, each, _IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
+                        (module, each, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
                     ]
 
     def changed(self) -> Iterator[str]:
@@ -251,18 +238,14 @@ class _Before:
             elif len(was) != len(now) or not all(map(operator.is_, was, now)):
                 yield name
 
-    def written(self, counts: Callable[[nn.Module], bool]) -> Iterator[str]:
-        """Yield the names under which there is another number now, or a list, dict or deque of another length.
-
-        Args:
-            counts: whether a module is looked at.
-        """
+    def written(self) -> Iterator[str]:
+        """Yield the names under which there is another number now, or a list, dict or deque of another length."""
         for module, table, before in self._tables:
-            if counts(module):
+            if is_looked_into(module):
                 found = (key for key, now in table.items() if is_write(before.get(key, ABSENT), now))
                 yield from (key for key in found if key not in KEPT_ELSEWHERE)
         for module, holder, name, was in self._inside:
-            now = holder.copy() if counts(module) else was
+            now = holder.copy() if is_looked_into(module) else was
             if isinstance(was, dict) and isinstance(now, dict):
                 yield from (str(key) for key in now if is_write(was.get(key, ABSENT), now[key]))
             if len(was) != len(now) or (isinstance(was, list) and any(map(is_write, was, now))):
@@ -273,6 +256,14 @@ class _Before:
         tables = [now for _, now, _ in self._tables]
         tables += [holder.table for _, holder, _, _ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
+
+
+def is_looked_into(module: nn.Module) -> bool:
+    """Return whether the attributes of a module are compared. DistributedDataParallel keeps notes about a step in
+    attributes, and metrics are updated between steps."""
+    return not any(
+        module_name(base).startswith(("torch.nn.parallel.", "torchmetrics.")) for base in bases_of(type(module))
+    )
 
 
 def _changed_keys(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:

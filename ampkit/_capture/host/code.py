@@ -32,12 +32,7 @@ class Scope(Enum):
 
 
 class PathStep(NamedTuple):
-    """An attribute of a value (`.loss`), or an entry (`["l1"]`).
-
-    Attributes:
-        is_attribute: whether it is an attribute.
-        key: the name of the attribute, or the key of the entry.
-    """
+    """An attribute of a value (`.loss`), or an entry (`["l1"]`)."""
 
     is_attribute: bool
     key: Any
@@ -47,27 +42,15 @@ class PathStep(NamedTuple):
 
 
 class CodePlace(NamedTuple):
-    """An instruction in the code of a function.
-
-    Attributes:
-        code: the code.
-        first: where it begins, in bytes; the argument of a long instruction has parts in front of it.
-        last: where its last part begins.
-    """
+    """An instruction in the code of a function."""
 
     code: CodeType
-    first: int
-    last: int
+    first: int  # where it begins, in bytes; the argument of a long instruction has parts in front of it
+    last: int  # where its last part begins
 
 
 class Read(NamedTuple):
-    """An expression in the code of a function.
-
-    Attributes:
-        scope: where its variable is kept.
-        variable: the name of the variable.
-        parts: what is read of its value, of that value, and so on.
-    """
+    """An expression in the code of a function: a variable, and what is read of its value, of that value, and so on."""
 
     scope: Scope
     variable: str
@@ -81,20 +64,17 @@ class Read(NamedTuple):
 def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
-    A local variable that is assigned once stands for the expression that it was assigned.
-
-    Returns:
-        By expression, the last instruction of each place in the code that has it.
+    Each has a list of places in the code, of which it is the last instruction. A local variable that is assigned once
+    stands for the expression that it was assigned.
     """
     scan = _BytecodeScan(code)
-    found = scan.expressions()
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            seen = ((scan.seen_from_outside(read), places) for read, places in reads(inner).items())
-            found += [(read, place) for read, places in seen if read is not None for place in places]
     table: dict[Read, list[CodePlace]] = {}
-    for read, place in found:
+    for read, place in scan.expressions():
         table.setdefault(read, []).append(place)
+    for inner in code.co_consts:
+        for inside, places in reads(inner).items() if isinstance(inner, CodeType) else ():
+            if (seen := scan.seen_from_outside(inside)) is not None:
+                table.setdefault(seen, []).extend(places)
     return table
 
 
@@ -175,7 +155,10 @@ class _BytecodeScan:
     def __init__(self, code: CodeType) -> None:
         self._code = code
         self._instructions = [each for each in instructions(code) if each[0].opname not in _NOTHING]
-        stored = Counter(name for each, _ in self._instructions if "STORE" in each.opname for name in _stored(each))
+        stored = Counter[str]()
+        for each, _ in self._instructions:
+            if "STORE" in each.opname:  # STORE_FAST_LOAD_FAST loads the second variable
+                stored.update(_names(each)[:1] if "LOAD" in each.opname else _names(each))
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._cells = {*code.co_cellvars, *code.co_freevars}  # which LOAD_FAST loads, since Python 3.13
         self._once = {name for name, times in stored.items() if times == 1}
@@ -255,12 +238,6 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _stored(instruction: dis.Instruction) -> tuple[Any, ...]:
-    """Return the variables that an instruction stores; STORE_FAST_LOAD_FAST loads the second one."""
-    names = _names(instruction)
-    return names[:1] if "LOAD" in instruction.opname else names
-
-
 def _is_subscript(instruction: dis.Instruction) -> bool:
     # In Python 3.14 it is a binary operation.
     return instruction.opname == "BINARY_SUBSCR" or (
@@ -317,10 +294,8 @@ class Functions:
     def with_code(self, code: CodeType, *, is_given: bool = False) -> list[FunctionType]:
         """Return the functions with this code.
 
-        Args:
-            code: the code.
-            is_given: whether those that are known are all, if there are any. The others are found among all objects of
-                the process, which takes longer than all else here.
+        If it `is_given`, those that are known are all, if there are any. The others are found among all objects of the
+        process, which takes longer than all else here.
         """
         if not (is_given and code in self._by_code):
             for found in gc.get_referrers(code):

@@ -26,23 +26,12 @@ from torch import Tensor, nn
 
 from ..._text import CONSTANTS, dtype_name, grid, value_text
 
-_bases = type.__dict__["__mro__"].__get__
-_module = type.__dict__["__module__"].__get__
-_table = type.__dict__["__dict__"].__get__
-qualified_name = type.__dict__["__qualname__"].__get__
+# Of a class: it and its bases, in the order in which attributes are looked up; its `__dict__`; its `__qualname__`.
+bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+class_table: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
+qualified_name: Callable[[type], str] = type.__dict__["__qualname__"].__get__
+_module: Callable[[type], Any] = type.__dict__["__module__"].__get__
 CData: Any = ctypes.Structure.__mro__[1]  # the class of all numbers and arrays of ctypes
-
-
-def bases_of(kind: type) -> tuple[type, ...]:
-    """Return a class and its bases, in the order in which attributes are looked up."""
-    found: tuple[type, ...] = _bases(kind)
-    return found
-
-
-def class_table(kind: type) -> Mapping[str, Any]:
-    """Return the `__dict__` of a class."""
-    found: Mapping[str, Any] = _table(kind)
-    return found
 
 
 def module_name(kind: type) -> str:
@@ -81,11 +70,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
 CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
-
-
 CLOSED_CLASSES = CLOSED_PACKAGES | {"builtins"}  # the packages of classes that are not looked into
-
-
 MOST_ENTRIES = 64  # of a list, or of a dict without names; more are data
 
 
@@ -124,11 +109,6 @@ def is_closed(value: Any) -> bool:
     return issubclass(kind, _CLOSED) or package_name(kind) in CLOSED_PACKAGES
 
 
-def size(table: Any) -> int:
-    """Return how many entries a list or dict has."""
-    return dict.__len__(table) if isinstance(table, dict) else list.__len__(table)
-
-
 def tells_its_size(kind: type) -> bool:
     """Return whether `len` gives the number of entries of lists, dicts and deques of this class."""
     return getattr(kind, "__len__", None) in (dict.__len__, list.__len__, deque.__len__)
@@ -162,11 +142,7 @@ def noted(value: Any) -> Any:
 
 
 class TensorReference(weakref.ref[Tensor]):
-    """A weak reference of a tensor, and where its values are.
-
-    Attributes:
-        place: address, shape and strides; None of a tensor without memory of its own.
-    """
+    """A weak reference of a tensor, and its `place_of`."""
 
     __slots__ = ("place",)
     place: tuple[Any, ...] | None
@@ -289,25 +265,14 @@ class OwnChanges:
         filled = {each for each in self.places - now if is_read(each) and (is_tensor(each) or self._calls[each] == 1)}
         self.places = (self.places - filled) | now
 
-    def copy(self) -> "OwnChanges":
-        """Return another one with the places of now."""
-        return OwnChanges(self.places)
-
 
 @dataclass(frozen=True, eq=False)
 class ReadValues:
-    """The values of all that steps read. Two of these are equal if all that both looked at has the same values.
+    """The values of all that steps read. Two of these are equal if all that both looked at has the same values."""
 
-    Attributes:
-        found: what is noted of the values, by key and by what is written behind it.
-        name: returns how messages name a key.
-        was_looked_at: `was_looked_at(key, text)` returns whether this place had no value where none was found.
-        left_out: the places that the step changes itself.
-    """
-
-    found: dict[Key, dict[str, Any]]
-    name: Callable[[Key], str]
-    was_looked_at: Callable[[Key, str], bool]
+    found: dict[Key, dict[str, Any]]  # what is noted of the values, by key and by what is written behind it
+    name: Callable[[Key], str]  # returns how messages name a key
+    was_looked_at: Callable[[Key, str], bool]  # returns whether a place had no value where none was found
     left_out: OwnChanges
 
     def __eq__(self, other: object) -> bool:
@@ -402,14 +367,7 @@ class HostConstants(tuple[HostConstant, ...]):
 
 
 def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: str) -> HostConstant:
-    """Return a row.
-
-    Args:
-        path: how it is written.
-        value: what was noted of it; `ABSENT` if there is none.
-        line: the file and the number of a line that reads it.
-        not_compared: see `HostConstant`.
-    """
+    """Return a row: of a value as it was noted, `ABSENT` if there is none, and the file and number of a line."""
     if isinstance(value, weakref.ref):
         value = value()
     kind = type(value)

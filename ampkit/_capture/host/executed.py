@@ -22,9 +22,7 @@ _MOST = 1_000_000  # executed instructions, where each one is a call of a functi
 def monitoring_tool(undo: Undo, watched: Callable[[], Iterable[CodeType]] = tuple) -> int | None:
     """Return the number of a tool of `sys.monitoring`, until that is undone; None if other tools have all of them.
 
-    Args:
-        undo: ends its events.
-        watched: returns the code for which it has events of its own.
+    `watched` returns the code for which it has events of its own, which end then, too.
     """
     tool = next((number for number in _IDS if MONITORING.get_tool(number) is None), None)
     if tool is not None:
@@ -48,13 +46,10 @@ class Executed:
     """Notes which instructions are executed. Where it cannot tell, it takes each instruction for executed.
 
     It cannot if a debugger or a coverage tool uses what it would use itself, also from within the call.
-
-    Attributes:
-        compiled: code that torch.compile's code contains.
     """
 
     def __init__(self) -> None:
-        self.compiled: set[CodeType] = set()
+        self.compiled: set[CodeType] = set()  # what torch.compile's code contains
         self._seen: dict[CodeType, set[int]] = {}
         self._watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
         self._left, self._has_ended = _MOST, False
@@ -65,7 +60,9 @@ class Executed:
         """Context for a call, in which `watch` can be called."""
         with Undo() as undo:
             if MONITORING is not None:
-                self._begin_to_monitor(undo)
+                if (tool := monitoring_tool(undo, lambda: self._monitored)) is not None:
+                    MONITORING.register_callback(tool, MONITORING.events.INSTRUCTION, self._on_instruction)
+                    self._tool, self._watch = tool, self._monitor
             elif _trace_function() is None:
                 self._begin_to_trace(undo)
             yield
@@ -111,12 +108,6 @@ class Executed:
         """See whether the call has ended the tracing, as tools do that set a trace function from C."""
         if self._watch == self._trace and not self._has_ended and _trace_function() is not _trace_nothing:
             self._let_go()
-
-    def _begin_to_monitor(self, undo: Undo) -> None:
-        tool = monitoring_tool(undo, lambda: self._monitored)
-        if tool is not None:
-            MONITORING.register_callback(tool, MONITORING.events.INSTRUCTION, self._on_instruction)
-            self._tool, self._watch = tool, self._monitor
 
     def _monitor(self, frame: FrameType) -> None:
         if frame.f_code not in self._monitored:

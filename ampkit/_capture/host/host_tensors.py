@@ -16,15 +16,10 @@ _MOST = 256
 
 @dataclass(frozen=True, eq=False)
 class HostValues:
-    """The bytes of tensors on the host. Two of these are equal if the tensors that both looked at have the same bytes.
+    """The bytes of tensors on the host. Two are equal if the tensors that both looked at have the same bytes."""
 
-    Attributes:
-        found: by the address of the memory.
-        lines: the user's line that reads it.
-    """
-
-    found: dict[int, bytes]
-    lines: dict[int, str]
+    found: dict[int, bytes]  # by the address of the memory
+    lines: dict[int, str]  # the user's line that reads it
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostValues) and not self.changed(other)

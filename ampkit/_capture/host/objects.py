@@ -38,7 +38,6 @@ from .constants import (
     own_table,
     package_name,
     qualified_name,
-    size,
 )
 
 _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
@@ -46,11 +45,7 @@ _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a name
 
 @dataclass(eq=False)
 class Slots:
-    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table.
-
-    Args:
-        owner: the object.
-    """
+    """What an object keeps in `__slots__`, or a named tuple under its names, and its `__dict__`, as a table."""
 
     owner: Any
 
@@ -80,62 +75,57 @@ class Slots:
 
 
 @dataclass(eq=False)
-class Members:
-    """What is in a set, as a table: all of it under None if it is plain, else each object under its number."""
+class _Whole:
+    """What is in an object, as a table that is read whole: by number, or if it has one entry, under None.
+
+    `read` returns all of it: the same objects again if nothing has changed since the last call.
+    """
 
     owner: Any
 
     def __getitem__(self, key: int | None) -> Any:
-        return frozenset(self.owner) if key is None else tuple(self.owner)[key]
+        return self.read()[key or 0]
 
     def read(self) -> tuple[Any, ...]:
-        """Return the contents: the same objects again if they have not changed since the last call."""
+        raise NotImplementedError
+
+
+class _Members(_Whole):
+    """What is in a set: all of it under None if it is plain, else each object under its number."""
+
+    def __getitem__(self, key: int | None) -> Any:
+        return frozenset(self.owner) if key is None else self.read()[key]
+
+    def read(self) -> tuple[Any, ...]:
         return tuple(self.owner)
 
 
-@dataclass(eq=False)
-class Given:
-    """What `functools.partial` calls, and the arguments that it adds, by number. It keeps them in C."""
-
-    owner: "functools.partial[Any]"
-
-    def __getitem__(self, key: int) -> Any:
-        return in_partial(self.owner)[key]
+class _Given(_Whole):
+    """What `functools.partial` calls, and the arguments that it adds. It keeps them in C."""
 
     def read(self) -> tuple[Any, ...]:
-        """Return the function and the arguments: the same objects again if they have not changed."""
         return in_partial(self.owner)
 
 
-@dataclass(eq=False)
-class ContextValue:
-    """The value of a `ContextVar`, as a table with one entry; `ABSENT` if it has none."""
-
-    owner: "ContextVar[Any]"
-
-    def __getitem__(self, _: None) -> Any:
-        return self.owner.get(ABSENT)
+class _ContextValue(_Whole):
+    """The value of a `ContextVar`; `ABSENT` if it has none."""
 
     def read(self) -> tuple[Any, ...]:
-        """Return the value: the same object again if it has not changed since the last call."""
-        return (self[None],)
+        return (self.owner.get(ABSENT),)
 
 
-@dataclass(eq=False)
-class Array:
-    """What is in an array of numbers, as a table with one entry: the numbers, and a text for dtype and shape."""
+class _Array(_Whole):
+    """What is in an array of numbers: one entry with the numbers, and a text for dtype and shape."""
 
-    owner: Any
     _seen: tuple[Any, ...] = ()
 
-    def __getitem__(self, _: None) -> tuple[Any, ...]:
+    def __getitem__(self, _: int | None) -> tuple[Any, ...]:
         if isinstance(self.owner, CData):
             return self.owner.value if hasattr(self.owner, "value") else bytes(self.owner), self._kind()
         numbers = self.owner.ravel().tolist() if hasattr(self.owner, "ravel") else self.owner
         return (*numbers, self._kind())
 
     def read(self) -> tuple[Any, ...]:
-        """Return the contents: the same object again if they have not changed since the last call."""
         now = self._kind(), self.owner.tobytes() if hasattr(self.owner, "tobytes") else bytes(self.owner)
         self._seen = self._seen if now == self._seen else now
         return (self._seen,)
@@ -148,35 +138,21 @@ class Array:
         return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
 
 
-READ_WHOLE = (Members, ContextValue, Array, Given)
-
-
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
-
 _CACHED = type(functools.cache(lambda: None))
 
 
 class HeldTable(NamedTuple):
-    """A table with values.
+    """A table with values: of a list, tuple, deque or dict, the `__dict__` of an object or class, `Slots`, `_Whole`."""
 
-    Attributes:
-        path: how it is written, behind the name of the attribute: "", ".vision", "['vision']".
-        table: a list, tuple or deque, a dict, the `__dict__` of an object or of a class, `Slots`, `Members`, a
-            `ContextValue` or an `Array`.
-        keys: of the values in it that are compared: numbers, texts, functions, tensors, modules.
-        inner: of those that hold others; of these, the class is compared.
-        texts: how each of the values is written, behind the name of the attribute.
-        is_whole: whether nothing in it is left out, so that the order of a dict is compared, too.
-    """
-
-    path: str
+    path: str  # how it is written, behind the name of the attribute: "", ".vision", "['vision']"
     table: Any
-    keys: list[Any]
-    inner: list[Any]
-    texts: dict[Any, str]
-    is_whole: bool
+    keys: list[Any]  # of the values in it that are compared: numbers, texts, functions, tensors, modules
+    inner: list[Any]  # of those that hold others; of these, the class is compared
+    texts: dict[Any, str]  # how each of the values is written, behind the name of the attribute
+    is_whole: bool  # whether nothing in it is left out, so that the order of a dict is compared, too
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values that are compared, by how each of them is written."""
@@ -188,7 +164,7 @@ class HeldTable(NamedTuple):
     def reader(self) -> Callable[[Any], tuple[Any, ...]] | None:
         """Return what reads the table, and gives the same objects as long as nothing in it changes; None if nothing in
         it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
-        if isinstance(self.table, READ_WHOLE):
+        if isinstance(self.table, _Whole):
             return type(self.table).read
         keys = [*self.keys, *self.inner]
         if keys and is_in_order(type(self.table)):
@@ -201,7 +177,7 @@ class HeldTable(NamedTuple):
         """Return the values as they are now: by their keys, or in their order if they have none."""
         if isinstance(self.table, dict):
             return dict(dict.items(self.table))
-        if isinstance(self.table, READ_WHOLE):
+        if isinstance(self.table, _Whole):
             return list(self.table.read())
         if isinstance(self.table, (list, tuple, deque)):
             return list(self.table)
@@ -215,8 +191,7 @@ def holders(
 
     Args:
         value: the attribute.
-        is_read: returns whether code reads something by this name. Attributes and entries with other names are left
-            out.
+        is_read: returns whether code reads something by this name. Otherwise it is left out.
         seen: the identities of what is left out; grows.
         all_entries: whether no entry of a dict is left out. Attributes of objects are.
     """
@@ -241,7 +216,7 @@ def holders(
 
 
 def any_name(_: str) -> bool:
-    """Return True, as `is_read` of `holders`: no name is left out."""
+    """`is_read` of `holders`, where no name is left out."""
     return True
 
 
@@ -266,7 +241,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
     elif kind is MappingProxyType:
         yield from _tables(gc.get_referents(owner)[0])
     elif kind is ContextVar:
-        yield _one_entry(ContextValue(owner))
+        yield _one_entry(_ContextValue(owner))
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
         own = own_table(owner) or {}
         yield id(own), True, own, list(own.items())
@@ -279,7 +254,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
     elif is_plain(owner) or is_closed(owner):
         return
     elif issubclass(kind, dict):
-        if gives_its_entries(kind) and size(owner) <= _MOST_NAMED:
+        if gives_its_entries(kind) and dict.__len__(owner) <= _MOST_NAMED:
             pairs = list(dict.items(owner))
             unnamed = [key for key, _ in pairs if not isinstance(key, str)]
             numbered = len(unnamed) <= MOST_ENTRIES and all(map(_is_safe_key, unnamed))
@@ -291,13 +266,15 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         if len(owner) > MOST_ENTRIES or kind.__iter__ not in (set.__iter__, frozenset.__iter__):
             return
         if all(map(is_plain, owner)):
-            yield _one_entry(Members(owner))
+            yield _one_entry(_Members(owner))
         else:
-            yield id(owner), False, Members(owner), list(enumerate(owner))
+            yield id(owner), False, _Members(owner), list(enumerate(owner))
     elif is_array(owner):
         is_of_c = isinstance(owner, CData)
         if (sizeof(owner) if is_of_c else owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
-            yield _one_entry(Array(owner))
+            yield _one_entry(_Array(owner))
+    elif kind is functools.partial:
+        yield id(owner), False, _Given(owner), list(enumerate(in_partial(owner)))
     else:
         if kind is _CACHED:
             results = tuple(_results(owner))
@@ -305,7 +282,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         yield from _attributes(owner)
 
 
-def _one_entry(table: Members | ContextValue | Array) -> tuple[int, bool, Any, Sequence[tuple[Any, Any]]]:
+def _one_entry(table: _Whole) -> tuple[int, bool, Any, Sequence[tuple[Any, Any]]]:
     return id(table.owner), False, table, [(None, table[None])]
 
 
@@ -325,9 +302,6 @@ def _results(cached: Any) -> list[Any]:
 
 def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
     kind, own, slots = type(owner), own_table(owner), Slots(owner)
-    if kind is functools.partial:
-        yield id(owner), False, Given(owner), list(enumerate(in_partial(owner)))
-        return
     hidden: set[str] = set()  # of what the class has under the same name
     if own is not None and len(own) <= _MOST_NAMED:
         hidden.update(own)
@@ -341,23 +315,22 @@ def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any
 
 
 def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
-    """Yield the attributes of a class and its bases, but for those whose names are hidden."""
+    """Yield the settings among the attributes of a class and its bases, but for those whose names are hidden."""
     for base in bases_of(kind):
+        if package_name(base) in CLOSED_CLASSES:
+            continue
         table = class_table(base)
-        if package_name(base) not in CLOSED_CLASSES:
-            found = [(name, value) for name, value in table.items() if name not in hidden and _is_setting(name, value)]
-            hidden.update(table)
-            yield id(base), True, table, found
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    """Return whether an attribute of a class is no method, property or nested class."""
-    is_described = any("__get__" in class_table(base) for base in bases_of(type(value)))
-    return not name.startswith("__") and not is_described and not issubclass(type(value), type)
+        found = []
+        for name, value in table.items():
+            is_left_out = name in hidden or name.startswith("__") or issubclass(type(value), type)
+            if not is_left_out and not any("__get__" in class_table(each) for each in bases_of(type(value))):
+                found.append((name, value))  # no method, and no property
+        hidden.update(table)
+        yield id(base), True, table, found
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
-    if key is None and isinstance(table, READ_WHOLE):
+    if key is None and isinstance(table, _Whole):
         return path
     if is_object:
         return f"{path}.{key}"

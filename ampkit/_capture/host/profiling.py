@@ -29,23 +29,6 @@ def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], boo
     profiler runs already, or where a profiler that is written in C is started or ended in the context. A profile
     function that is set by `sys.setprofile` is called too, and stays.
     """
-    with Undo() as undo:
-        if MONITORING is not None:
-            seen_all = _begin_to_monitor(undo, note)
-            yield lambda: seen_all
-            return
-        if _profile() is not None:
-            yield lambda: False
-            return
-        shared = _SharedProfile(note)
-        undo.note(shared.end)
-        replace(undo, sys, "setprofile", shared.set_users)
-        replace(undo, sys, "getprofile", shared.users)
-        shared.begin()
-        yield shared.has_seen_all
-
-
-def _begin_to_monitor(undo: Undo, note: Callable[[FrameType], bool]) -> bool:
     thread = threading.get_ident()
 
     def on_start(_code: CodeType, _offset: int) -> Any:
@@ -53,14 +36,23 @@ def _begin_to_monitor(undo: Undo, note: Callable[[FrameType], bool]) -> bool:
             return MONITORING.DISABLE
         return None
 
-    never_compile_by_itself(on_start)
-    tool = monitoring_tool(undo)
-    if tool is None:
-        return False
-    MONITORING.register_callback(tool, MONITORING.events.PY_START, on_start)
-    MONITORING.register_callback(tool, MONITORING.events.PY_RESUME, on_start)
-    MONITORING.set_events(tool, MONITORING.events.PY_START | MONITORING.events.PY_RESUME)
-    return True
+    with Undo() as undo:
+        if MONITORING is not None:
+            never_compile_by_itself(on_start)
+            if (tool := monitoring_tool(undo)) is not None:
+                MONITORING.register_callback(tool, MONITORING.events.PY_START, on_start)
+                MONITORING.register_callback(tool, MONITORING.events.PY_RESUME, on_start)
+                MONITORING.set_events(tool, MONITORING.events.PY_START | MONITORING.events.PY_RESUME)
+            yield lambda: tool is not None
+        elif _profile() is not None:
+            yield lambda: False
+        else:
+            shared = _SharedProfile(note)
+            undo.note(shared.end)
+            replace(undo, sys, "setprofile", shared.set_users)
+            replace(undo, sys, "getprofile", shared.users)
+            shared.begin()
+            yield shared.has_seen_all
 
 
 # -------------------------------------------------------------------------------------- before Python 3.12: a profile
@@ -92,10 +84,15 @@ class _SharedProfile:
 
     def set_users(self, function: Callable[..., Any] | None) -> None:
         """Take the place of `sys.setprofile`."""
+
+        def without_own(frame: FrameType, event: str, arg: object) -> None:  # as it is not told of those of `sys`
+            if function is not None and id(frame.f_code) not in _OWN_CODE:
+                function(frame, event, arg)
+
         if threading.get_ident() == self._thread and self.has_seen_all():
             self._users = function
         else:
-            _set_profile(function and _without_own(function))
+            _set_profile(function and without_own)
 
     def users(self) -> Any:
         """Take the place of `sys.getprofile`."""
@@ -107,16 +104,6 @@ class _SharedProfile:
             self._noted[id(frame.f_code)] = frame.f_code
         if self._users is not None and id(frame.f_code) not in _OWN_CODE:
             self._users(frame, event, arg)
-
-
-def _without_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a profile function that is not told of the functions here, as it is not told of those of `sys`."""
-
-    def on_event(frame: FrameType, event: str, arg: object) -> None:
-        if id(frame.f_code) not in _OWN_CODE:
-            function(frame, event, arg)
-
-    return on_event
 
 
 _OWN_CODE = {  # by identity: of code that dynamo has made there may be no hash

@@ -62,9 +62,9 @@ from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
-from ..._user_line import line_text
-from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names
-from .code import Scope, functions_of
+from ..._user_line import is_users_file, line_text
+from .calls import IDENTIFIER, KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
+from .code import Scope, functions_of, unbound
 from .constants import (
     ABSENT,
     MOST_ENTRIES,
@@ -77,6 +77,7 @@ from .constants import (
     TensorReference,
     around_entries,
     bases_of,
+    class_table,
     constant,
     different,
     file_of_module,
@@ -89,45 +90,33 @@ from .constants import (
     noted,
     own_table,
     package_name,
+    qualified_name,
     reference,
-    size,
 )
 from .executed import Executed
-from .functions import Methods, parts_of, users_function
 from .objects import HeldTable, any_name, holders, holds_others
 from .profiling import seeing_calls
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
-# DistributedDataParallel keeps notes about a step in attributes, and metrics are updated between steps.
-_NOT_COMPARED = ("torch.nn.parallel.", "torchmetrics.")
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
 
 class _Source(NamedTuple):
-    """What the step's code reads by words of its own, and all that is in it.
+    """What the step's code reads by words of its own, and all that is in it."""
 
-    Attributes:
-        key: of an attribute the number of its module and its name, of a variable the key of its path.
-        text: how it is written: `p`, `CONFIG.loss['l1']`, or as much of it as leads to values.
-        way: the tables that lead to it, each with the key of the next one in it.
-        value: what it is; `ABSENT` if there is none.
-        holders: the tables in the value.
-    """
-
-    key: Key
-    text: str
-    way: list[tuple[Any, Any]]
-    value: Any
-    holders: list[HeldTable]
+    key: Key  # of an attribute the number of its module and its name, of a variable the key of its path
+    text: str  # how it is written: `p`, `CONFIG.loss['l1']`, or as much of it as leads to values
+    way: list[tuple[Any, Any]]  # the tables that lead to it, each with the key of the next one in it
+    value: Any  # `ABSENT` if there is none
+    holders: list[HeldTable]  # the tables in the value
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values, by what is written behind the text: numbers, texts and functions
         themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
         with without_torch_function():
             found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
-            if function := users_function(self.value):
-                found["()"] = parts_of(function)
+            if function := _users_function(self.value):
+                found["()"] = _parts_of(function)
             for holder in self.holders:
                 classes = {holder.texts[key]: type(holder.table[key]) for key in holder.inner}
                 found = {**classes, **found, **holder.found()}
@@ -145,26 +134,46 @@ class Reading(NamedTuple):
     """One look at all that is compared, and what the next calls look at.
 
     Attributes:
-        values: what was seen.
         readers: functions that read what the values depend on. Each returns a tuple, of the same objects as long as
             nothing has changed, and raises a `KeyError` or `IndexError` if an entry is gone.
-        read: the table to pass to each of them.
         tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
             class, and what is compared with all that is in it.
-        cells: those that variables of functions are kept in.
-        objects: those whose class counts.
-        functions: those whose code and defaults count.
-        tensors: those that variables and attributes lead to, where `place_of` counts.
     """
 
-    values: ReadValues
+    values: ReadValues  # what was seen
     readers: list[Callable[[Any], tuple[Any, ...]]]
-    read: list[Any]
+    read: list[Any]  # the table to pass to each of the readers
     tables: list[Any]
-    cells: list[Any]
-    objects: list[Any]
-    functions: list[FunctionType]
-    tensors: list[Tensor]
+    cells: list[Any]  # those that variables of functions are kept in
+    objects: list[Any]  # those whose class counts
+    functions: list[FunctionType]  # those whose code and defaults count
+    tensors: list[Tensor]  # those that variables and attributes lead to, where `place_of` counts
+
+
+class _Methods:
+    """The methods that the user's own classes of modules have.
+
+    Code that is written anew, as by IPython's autoreload, changes functions in place.
+    """
+
+    key = ("methods",)  # of what is noted of them
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
+        pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
+        self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
+        self.functions = [function for _, _, function in self._found]
+
+    def found(self) -> dict[str, Any]:
+        """Return what is noted of each of them, by its name."""
+        return {
+            f"{module_name(kind)}.{qualified_name(kind)}.{name}": _parts_of(each) for kind, name, each in self._found
+        }
+
+    def readers(self) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
+        """Yield functions that read what this depends on, and what to pass to them."""
+        for kind in dict.fromkeys(kind for kind, _, _ in self._found):
+            yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
 
 
 _PROFILED = (
@@ -178,14 +187,11 @@ class Reads:
 
     Args:
         functions: those of the user's that ampkit calls in a step.
-
-    Attributes:
-        remark: why more is compared than the step reads, "" if it is not.
     """
 
-    def __init__(self, functions: Iterable[Any] = ()) -> None:
+    def __init__(self, functions: Iterable[Any]) -> None:
         self._functions = tuple(functions)
-        self.remark: str = ""
+        self.remark: str = ""  # why more is compared than the step reads, "" if it is not
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
@@ -233,14 +239,9 @@ class Reads:
         return set(self._written)
 
     def writes(self, before: Set[str], may_stop: Callable[[str], bool]) -> list[str]:
-        """Return what the last step has left another number in, or longer or shorter, and an earlier one too.
+        """Return what the last step has left another number in, or longer or shorter, each with a line.
 
-        Args:
-            before: what the earlier one has.
-            may_stop: returns whether something of this name is left out.
-
-        Returns:
-            Each with a line.
+        Only what is in `before` too, as what an earlier step has, and what does not stop by its name counts.
         """
         found = ((name, line) for name, line in self._written.items() if name in before)
         counts = ((name, line) for name, line in found if not may_stop(name.split(" ", 2)[-1]))  # behind "the variable"
@@ -257,7 +258,7 @@ class Reads:
             is_tensor=is_tensor,
             is_compared=lambda place: compared.has_somewhere(place[1]),
         )
-        for name in {name: None for before in recorder.before for name in before.written(_is_looked_into)}:
+        for name in {name: None for before in recorder.before for name in before.written()}:
             self._written[f"the attribute {name}"] = next(iter(recorder.lines.get(name, {}).values()), None)
         self._names = self._names.with_further(read)
         for name, lines in recorder.lines.items():
@@ -318,12 +319,7 @@ class Reads:
         return [value for found in values for value in found[-1:] if is_module(value)]
 
     def look(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> Reading:
-        """Look at everything.
-
-        Args:
-            modules: those of the step.
-            paths: returns the path of each of them.
-        """
+        """Look at everything. `paths` returns the path of each of the step's modules."""
         names, compared = self._compared_names(), self._compared_paths()
         variables = [self._follow(path) for path in compared.values()]
         sources = [*self._attributes(modules, names), *variables]
@@ -342,9 +338,9 @@ class Reads:
             if len(key) != 2:
                 return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
             is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
-            return is_there and all(map(names.has_somewhere, _IDENTIFIER.findall(text)))
+            return is_there and all(map(names.has_somewhere, IDENTIFIER.findall(text)))
 
-        methods = Methods(kinds)
+        methods = _Methods(kinds)
         found[methods.key] = methods.found()
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
         for table, key in chain.from_iterable(source.way for source in sources):
@@ -353,14 +349,14 @@ class Reads:
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
         on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        called = [value for source in sources if (value := users_function(source.value))] + methods.functions
+        called = [value for source in sources if (value := _users_function(source.value))] + methods.functions
         readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
         readers += methods.readers()
         roots = [path.root for path in compared.values()]
         missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
         readers += [(_is_there(root.name), root.owner) for root in missing]
         tables = [holder.table for holder in inside]
-        tables += map(vars, filter(_is_looked_into, modules)) if names.of_all else []
+        tables += map(vars, filter(is_looked_into, modules)) if names.of_all else []
         tables += map(own_table, on_way)
         cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
         tensors = [
@@ -370,7 +366,7 @@ class Reads:
             if isinstance(each, TensorReference) and not self._own.leaves_out((key, text))
         ]
         return Reading(
-            ReadValues(found, name, was_looked_at, self._own.copy()),
+            ReadValues(found, name, was_looked_at, OwnChanges(self._own.places)),
             [read for read, _ in readers],
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
@@ -381,23 +377,18 @@ class Reads:
         )
 
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
-        """Yield the values that steps have read, as they are now.
-
-        Args:
-            modules: those of the step.
-            paths: the path of each of them.
-        """
+        """Yield the values that steps have read, as they are now. `paths` are those of the modules."""
         compared = self._compared_names()
         for source in self._attributes(modules, self._names.without(KEPT_ELSEWHERE), all_modules=True):
             number, name = source.key
             module = modules[number]
             methods = {function.__code__ for _, function in functions_of(type(module))}
             for text, value in source.listed():
-                read = _IDENTIFIER.findall(name + text)
+                read = IDENTIFIER.findall(name + text)
                 lines = next((found for each in reversed(read) if (found := self._lines.get(each))), {})
                 line = next((line for code, line in lines.items() if code in methods), next(iter(lines.values()), None))
                 why = "" if compared.has(type(module), name) and all(map(compared.has_somewhere, read[1:])) else OWN
-                if not _is_looked_into(module):
+                if not is_looked_into(module):
                     why = f"{type(module).__name__} changes its attributes between steps"
                 yield constant(f"{paths[number]}.{name}{text}", value, line, why)
         for path in (self._paths[key] for key in self._readers):
@@ -426,7 +417,7 @@ class Reads:
         counting = {kind: names.of(kind) for kind in set(map(type, modules))}
         for number, module in enumerate(modules):
             table = vars(module)
-            of_class = counting[type(module)] if all_modules or _is_looked_into(module) else ()
+            of_class = counting[type(module)] if all_modules or is_looked_into(module) else ()
             for name in [name for name in table if name in of_class]:
                 inside = list(holders(table[name], names.has_somewhere, seen))
                 yield _Source((number, name), name, [(table, name)], table[name], inside)
@@ -443,14 +434,11 @@ class Reads:
         if path.root.scope is Scope.GLOBAL:
             way.append((path.root.owner, path.root.name))
         value, text = values[-1], str(path._replace(parts=path.parts[: len(values) - 1]))
-        all_entries = _is_table(value) and size(value) <= MOST_ENTRIES
+        kind = next((kind for kind in (dict, list) if issubclass(type(value), kind)), None)
+        all_entries = kind is not None and kind.__len__(value) <= MOST_ENTRIES
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
-
-
-def _is_looked_into(module: nn.Module) -> bool:
-    return not any(module_name(base).startswith(_NOT_COMPARED) for base in bases_of(type(module)))
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
@@ -468,10 +456,21 @@ def _noted(value: Any, *, of_module: bool) -> Any:
     if not of_module and looked_into and not _is_table(value) and not is_array(value):
         # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
         module = sys.modules.get(module_name(type(value)))
-        in_package = module is not None and "-packages" in file_of_module(module)
-        looked_into = not in_package
+        looked_into = module is None or "-packages" not in file_of_module(module)
     return type(value) if looked_into else reference(value)
 
 
 def _is_table(value: Any) -> bool:
     return issubclass(type(value), (dict, list))
+
+
+def _users_function(value: Any) -> FunctionType | None:
+    """Return the function of the user's that a value is, or a method or property has; None if it has none."""
+    found = unbound(value)
+    return found if type(found) is FunctionType and is_users_file(found.__code__.co_filename) else None
+
+
+def _parts_of(function: FunctionType) -> tuple[Any, ...]:
+    """Return what is noted of a function: its code, and what its arguments are by default."""
+    by_name = function.__kwdefaults__ or {}
+    return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))

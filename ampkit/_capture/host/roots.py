@@ -40,16 +40,10 @@ _WRITING = frozenset(("add", "append", "clear", "discard", "extend", "insert", "
 
 
 class Root(NamedTuple):
-    """A variable.
-
-    Attributes:
-        scope: where it is kept.
-        owner: the global variables of a Python module, the cell of a variable of a function, or the value itself.
-        name: of the variable.
-    """
+    """A variable."""
 
     scope: Scope
-    owner: Any
+    owner: Any  # the global variables of a Python module, the cell of a variable of a function, or the value itself
     name: str
 
     def value(self) -> Any:
@@ -65,12 +59,7 @@ class Root(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A variable and what is read of its value, of that value, and so on.
-
-    Attributes:
-        root: the variable.
-        parts: what is read.
-    """
+    """A variable and what is read of its value, of that value, and so on."""
 
     root: Root
     parts: tuple[PathStep, ...]
@@ -93,12 +82,6 @@ class Path(NamedTuple):
             value = table[part.key]
             yield table, value
 
-    def only_writes(self) -> bool:
-        """Return whether the path leads to a method that changes a list, dict or set."""
-        values = self.values()
-        part = self.parts[len(values) - 1] if 0 < len(values) <= len(self.parts) else None
-        return part is not None and issubclass(type(values[-1]), (dict, list, set)) and part.key in _WRITING
-
     def values(self) -> list[Any]:
         """Return the value of the variable and those of the parts, as far as there are any."""
         value = self.root.value()
@@ -112,29 +95,27 @@ def is_left_alone(value: Any) -> bool:
 
 def _table(value: Any, part: PathStep) -> Any:
     """Return the table that has this part of a value; None if there is none, or if it is looked at by other means."""
+    kind, key = type(value), part.key
     if not part.is_attribute:
-        return value if _has_entry(value, part.key) else None
-    if issubclass(type(value), ModuleType):
+        if issubclass(kind, dict):
+            has_entry = gives_its_entries(kind) and dict.__contains__(value, key)
+        else:
+            has_entry = is_in_order(kind) and type(key) is int and -len(value) <= key < len(value)
+        return value if has_entry else None
+    if issubclass(kind, ModuleType):
         module = own_table(value) or {}
-        return module if is_users_file(file_of_module(value)) and part.key in module else None
-    if issubclass(type(value), type):
-        return _of_class(value, part.key)
+        return module if is_users_file(file_of_module(value)) and key in module else None
+    if issubclass(kind, type):
+        return _of_class(value, key)
     # Of torch's own objects, as optimizers, values that code reads by name; modules are looked at by themselves.
-    if is_closed(value) and (is_module(value) or package_name(type(value)) != "torch"):
+    if is_closed(value) and (is_module(value) or package_name(kind) != "torch"):
         return None
-    if part.key in (slots := Slots(value)):
+    if key in (slots := Slots(value)):
         return slots
     table = own_table(value)
-    if table is not None and part.key in table:
+    if table is not None and key in table:
         return table
-    return None if is_left_alone(value) and type(value) is not FunctionType else _of_class(type(value), part.key)
-
-
-def _has_entry(value: Any, key: Any) -> bool:
-    kind = type(value)
-    if issubclass(kind, dict):
-        return gives_its_entries(kind) and dict.__contains__(value, key)
-    return is_in_order(kind) and type(key) is int and -len(value) <= key < len(value)
+    return None if is_left_alone(value) and kind is not FunctionType else _of_class(kind, key)
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -159,16 +140,6 @@ class Notes:
         functions: those of the user's that ampkit calls in a step.
         modules: those that the step may call.
         executed: notes which instructions the step executes. What stands behind an `if` may be read in no call.
-
-    Attributes:
-        paths: what is read.
-        before: the values of each path when a function that reads it was called.
-        readers: what reads each path.
-        compiled: the paths of which torch.compile's code may contain all values.
-        whole: the paths to objects of which each attribute counts, also those that no code names.
-        problem: why it cannot be told what the step reads; "" if it can.
-        changed: the lists, dicts and sets of which a method is called that may change them: each with how it is
-            written, its length before, and the places of the call.
     """
 
     def __init__(
@@ -181,13 +152,15 @@ class Notes:
         self._look, self._executed, self._modules = look, executed, modules
         self._called = tuple(functions)  # by ampkit
         self._functions = Functions(self._called)
-        self.paths: dict[PathKey, Path] = {}
-        self.before: dict[PathKey, dict[str, Any]] = {}
-        self.compiled: set[PathKey] = set()
-        self.problem: str = ""
+        self.problem: str = ""  # why it cannot be told what the step reads; "" if it can
+        self.paths: dict[PathKey, Path] = {}  # what is read
+        self.before: dict[PathKey, dict[str, Any]] = {}  # the values when a function that reads it was called
         self.readers: dict[PathKey, set[Reader]] = {}
-        self.changed: dict[PathKey, tuple[str, Any, int, list[CodePlace]]] = {}
-        self.whole: set[PathKey] = set()
+        self.whole: set[PathKey] = set()  # to objects of which each attribute counts, also those that no code names
+        self._compiled: set[PathKey] = set()  # of which torch.compile's code may contain all values
+        # The lists, dicts and sets of which a method is called that may change them: each with how it is written, its
+        # length before, and the places of the call.
+        self._changed: dict[PathKey, tuple[str, Any, int, list[CodePlace]]] = {}
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
@@ -200,11 +173,8 @@ class Notes:
         self._found: list[nn.Module] = []  # in this call of `take`
 
     def take(self, frame: FrameType) -> Sequence[nn.Module] | None:
-        """Take note of a function that is called.
-
-        Returns:
-            The modules that were found to be read by that; None if no call of its code reads anything.
-        """
+        """Take note of a function that is called. Return the modules that it is found to read; None if no call of its
+        code reads anything."""
         self._found = []
         if not self.problem:
             try:
@@ -244,14 +214,14 @@ class Notes:
         found: dict[PathKey, tuple[str, int]] = {}
         for key, places in self._places.items():
             executed = next(filter(self._executed.has, places), None)
-            if key in self.paths and (executed is not None or key in self.compiled):
+            if key in self.paths and (executed is not None or key in self._compiled):
                 found[key] = ("", 0) if executed is None else line_of(executed)
         return found
 
     def grown(self) -> dict[str, tuple[str, int]]:
         """Return the lists, dicts and sets that have another length than before, each with a line that changes it."""
         found = {}
-        for text, table, length, places in self.changed.values():
+        for text, table, length, places in self._changed.values():
             executed = next(filter(self._executed.has, places), None)
             if executed is not None and len(table) != length:
                 found[text] = line_of(executed)
@@ -311,7 +281,7 @@ class Notes:
                 self._add_compiled(path, reader, [])
 
     def _add_compiled(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
-        self.compiled.add(path.key)
+        self._compiled.add(path.key)
         self._add(path, reader, places)
 
     def _given(self, frame: FrameType, read: Read) -> Path | None:
@@ -350,17 +320,17 @@ class Notes:
             self._add(self._owners[path.key], reader, places)
         if path.key in self.paths:
             self.readers[path.key].add(reader)
-        if path.only_writes():
-            values = path.values()
+        values = path.values()
+        part = path.parts[len(values) - 1] if 0 < len(values) <= len(path.parts) else None
+        if part is not None and issubclass(type(values[-1]), (dict, list, set)) and part.key in _WRITING:
             text = str(path._replace(parts=path.parts[: len(values) - 1]))
-            self.changed.setdefault(path.key, (text, values[-1], len(values[-1]), places))
+            self._changed.setdefault(path.key, (text, values[-1], len(values[-1]), places))
             return
         if path.key in self.paths:
             return
         self.readers[path.key] = {reader}
         self.paths[path.key] = path
         self.before[path.key] = self._look(path)
-        values = path.values()
         if len(values) > 1 and _reads_unseen(values[-1]):
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)

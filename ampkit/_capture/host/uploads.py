@@ -58,12 +58,9 @@ class Provenance:
         if call.op is LIFT_FRESH and call.given_at[0] not in self._made:  # by code in C++
             self.note(given[0], frozenset() if given[0].numel() <= MOST_ENTRIES else None)
             return
-        varies = call.kind.draws
-        of = frozenset[int]()
-        for tensor in given:
-            found = self.of(tensor)
-            varies |= found is None
-            of |= found or frozenset()
+        sources = [self.of(tensor) for tensor in given]
+        varies = call.kind.draws or None in sources
+        of = frozenset[int]().union(*filter(None, sources))
         for tensor in written:
             address = storage_address(tensor)
             # What was there before, and is changed now, is state.
@@ -127,8 +124,7 @@ class Uploads:
     def in_place(self, *, captures: bool = False) -> Iterator[None]:
         """Context for a call in which copies take the place of uploads. None is added.
 
-        Args:
-            captures: whether the call is captured, so that it is an error if another constant is copied.
+        It is an error if a call that `captures` copies another constant.
         """
         if not self._uploaded:
             yield
@@ -156,12 +152,9 @@ class Uploads:
         if not isinstance(device, (str, int, torch.device)):
             return False
         found = torch.device(device)
-        if found.type != self._device.type:
-            return False
-        return found.index == self._device.index if found.index is not None else self._is_current()
-
-    def _is_current(self) -> bool:
-        return self._device.type != "cuda" or self._device.index in (None, torch.cuda.current_device())
+        if found.type != self._device.type or found.index is not None:
+            return found == self._device
+        return found.type != "cuda" or self._device.index in (None, torch.cuda.current_device())
 
     def constant(self, tensor: Any) -> Tensor | None:
         """Return the constant on the device that has the values of a tensor on the host; None if it is no constant."""

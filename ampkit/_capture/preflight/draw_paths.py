@@ -43,13 +43,7 @@ class Like(NamedTuple):
 
 
 class DrawOperation(NamedTuple):
-    """An operation on the CPU.
-
-    Attributes:
-        function: what is called.
-        args: its arguments. Lists are tuples, and tensors are `Slot` or `Like`.
-        kwargs: its keyword arguments by name.
-    """
+    """An operation on the CPU. In its arguments, lists are tuples, and tensors are `Slot`, `Leaf`, `Held` or `Like`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -57,17 +51,11 @@ class DrawOperation(NamedTuple):
 
 
 class NumberRead(NamedTuple):
-    """The host reads a number.
+    """The host reads a number."""
 
-    Attributes:
-        slot: of which tensor: a result, or an argument of the call.
-        learn: returns what the host learns from the number.
-        by: its second argument, for a comparison with a number; None if it has one argument.
-    """
-
-    slot: Slot | Leaf | Held
-    learn: Callable[..., Any]
-    by: Any = None
+    slot: Slot | Leaf | Held  # of which tensor: a result, or an argument of the call
+    learn: Callable[..., Any]  # returns what the host learns from the number
+    by: Any = None  # its second argument, for a comparison with a number; None if it has one argument
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
@@ -77,25 +65,15 @@ class NumberRead(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a step does on the host between two reads.
+    """What a step does on the host between two reads."""
 
-    Attributes:
-        operations: draws, and what is computed from their numbers.
-        read: what is read then; None behind the last read of a step.
-        outcome: what the host learned by that.
-    """
-
-    operations: tuple[DrawOperation, ...]
-    read: NumberRead | None
-    outcome: Hashable = None
+    operations: tuple[DrawOperation, ...]  # draws, and what is computed from their numbers
+    read: NumberRead | None  # what is read then; None behind the last read of a step
+    outcome: Hashable = None  # what the host learned by that
 
 
 class DrawPath(NamedTuple):
-    """What a step does on the host.
-
-    Attributes:
-        segments: in order.
-    """
+    """What a step does on the host."""
 
     segments: tuple[Segment, ...]
 
@@ -114,15 +92,11 @@ class _Node:
 
 
 class Tree:
-    """The paths that the host may take in a step, as far as they are known.
-
-    Attributes:
-        paths: how many there are.
-    """
+    """The paths that the host may take in a step, as far as they are known."""
 
     def __init__(self) -> None:
         self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
-        self.paths = 0
+        self.paths = 0  # how many there are
 
     def add(self, path: DrawPath) -> bool:
         """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
@@ -139,29 +113,20 @@ class Tree:
         return True
 
     def draw(self, leaves: Sequence[Any] = ()) -> Outcomes | None:
-        """Draw as the step does. Return the outcomes; None as soon as it is not known what comes next.
-
-        Args:
-            leaves: the arguments of the call.
-        """
+        """Draw as the step does with these arguments. Return the outcomes; None as soon as what follows is unknown."""
         node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
         # The modes of the user's must not see these operations, nor change them.
         with without_torch_function(), torch.no_grad():
             while node is not None:
-                for operation in node.operations:
-                    results += _run(operation, results, leaves)
+                for function, given, named in node.operations:
+                    args = [_filled(argument, results, leaves) for argument in given]
+                    kwargs = {name: _filled(argument, results, leaves) for name, argument in named}
+                    results += tensors_in(function(*args, **kwargs))
                 if node.read is None:
                     return tuple(outcomes)
                 outcomes.append(node.read.outcome(_filled(node.read.slot, results, leaves).item()))
                 node = node.next.get(outcomes[-1])
         return None
-
-
-def _run(operation: DrawOperation, results: Sequence[Tensor], leaves: Sequence[Any]) -> list[Tensor]:
-    args = [_filled(argument, results, leaves) for argument in operation.args]
-    kwargs = {name: _filled(argument, results, leaves) for name, argument in operation.kwargs}
-    result = operation.function(*args, **kwargs)
-    return [result] if isinstance(result, Tensor) else tensors_in(result)
 
 
 def _filled(argument: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> Any:

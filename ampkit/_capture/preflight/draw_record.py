@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._torch.compile import never_compile_by_itself
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, OperationCall
 from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, real_frame, wraps_operations
+from ..host.constants import MOST_ENTRIES
+from ..host.uploads import replace_here
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
-from .drawn_number import is_compared_at_once, told_of
+from .drawn_number import DrawnNumber, is_compared_at_once
 from .uncapturable import DRAW_ON_DEVICE, Problem
 
 wraps_operations(__file__)
@@ -45,16 +46,11 @@ class DrawRecorder:
 
     On a CPU, where graphs are emulated, the device draws from the same generator. There, draws whose numbers are never
     read are the device's. They are recorded too, because they come between the others.
-
-    Args:
-        device: where the step computes.
-
-    Attributes:
-        path: what the call did on the host; None if it draws nothing there, or if no graph may depend on it.
-        refused: problems that were held back, with their places, and are ones after all. Known at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Known at the end: what the call did on the host, None if it draws nothing there, or if no graph may depend on
+        # it; and problems that were held back, with their places, and are ones after all.
         self.path: DrawPath | None = None
         self.refused: list[tuple[Problem, SourceLocation]] = []
         self._emulated = device.type == "cpu"
@@ -73,16 +69,14 @@ class DrawRecorder:
         self._learned: set[int] = set()  # draws of which the host has learned something
         self._reads: Callable[..., Any] | None = None  # what the host makes of a number that it reads
 
-    def begin(self, undo: Undo, replace: Callable[[Undo, Any, str, Any], None]) -> None:
-        """Begin to record, until that is undone. `replace` replaces an attribute."""
+    def begin(self, undo: Undo) -> None:
+        """Begin to record, until that is undone."""
         self._thread = threading.get_ident()
         self._start = torch.default_generator.get_state()
-        for owner, name in HOST_COPIES:
-            replace(undo, owner, name, self._using(getattr(owner, name), 0))
-        for owner, name, place in LIST_READS:
-            replace(undo, owner, name, self._using(getattr(owner, name), place))
-        replace(undo, Tensor, "__bool__", self._asking(Tensor.__bool__))
-        replace(undo, Tensor, "item", self._comparing(Tensor.item))
+        for owner, name, place in (*((owner, name, 0) for owner, name in HOST_COPIES), *LIST_READS):
+            replace_here(undo, owner, name, functools.partial(self._use, place))
+        replace_here(undo, Tensor, "__bool__", self._ask)
+        replace_here(undo, Tensor, "item", self._item)
 
     # ---------------------------------------------------------------------------------------------------- operations
 
@@ -130,7 +124,8 @@ class DrawRecorder:
 
     def _note(self, call: OperationCall, draws: frozenset[int]) -> None:
         """Record an operation. If there are draws, they are in its results from now on."""
-        self._operations.append(self._repeated(call))
+        operation = self._repeated(call)  # before it is appended: its arguments may come first
+        self._operations.append(operation)
         for number, tensor in enumerate(call.made, self._count):
             if draws and (geometry := _geometry(tensor)) is not None:
                 self._slots[geometry] = number
@@ -178,7 +173,7 @@ class DrawRecorder:
         if makes and _geometry(made := call.made[0]) is not None:
             if not is_lifted:
                 self._constants[call.made_at[0]] = weakref.ref(made), self._repeated(call)
-            elif made.numel() <= _MOST_CONSTANTS:
+            elif made.numel() <= MOST_ENTRIES:
                 with without_torch_function():
                     values = tuple(_to_list(made.detach().reshape(-1)))
                 again = DrawOperation(_made, (values, made.dtype, tuple(made.shape)), ())
@@ -208,68 +203,48 @@ class DrawRecorder:
         """Return whether a tensor is made of draws and numbers alone."""
         return _geometry(tensor) in self._slots or self._constant(tensor) is not None
 
-    def _using(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        """Return a function that takes note of draws in an argument. They are read where no mode sees it."""
+    def _use(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take note of draws in the argument at this place. They are read where no mode sees it."""
+        if self._sources:
+            given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+            for tensor in tensors_in(given):
+                self._used |= self._draws_in(tensor)
+        return original(*args, **kwargs)
 
-        @functools.wraps(original)
-        def used(*args: Any, **kwargs: Any) -> Any:
-            if self._sources and threading.get_ident() == self._thread:
-                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
-                for tensor in tensors_in(given):
-                    self._used |= self._draws_in(tensor)
-            return original(*args, **kwargs)
+    def _ask(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Take the place of `Tensor.__bool__`, of which the host learns no more than whether a number is 0."""
+        self._reads = bool
+        try:
+            return original(tensor)
+        finally:
+            self._reads = None
 
-        never_compile_by_itself(used)
-        return used
+    def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Take the place of `Tensor.item`, of which it learns only the outcome of a comparison that follows at once."""
+        draws = self._draws_in(tensor) if isinstance(tensor, Tensor) else frozenset[int]()
+        geometry = _geometry(tensor) if draws else None
+        number = None if geometry is None else self._slots.get(geometry)
+        if number is None or not tensor.is_floating_point() or not is_compared_at_once(real_frame()):
+            return original(tensor)
+        self._reads = _later
+        try:
+            value = original(tensor)
+        finally:
+            self._reads = None
 
-    def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.item`, of which the host learns only the outcome of a comparison that follows at once."""
+        self._untold.append(draws)
 
-        @functools.wraps(original)
-        def item(tensor: Tensor) -> Any:
-            here = threading.get_ident() == self._thread and isinstance(tensor, Tensor)
-            draws = self._draws_in(tensor) if here else frozenset[int]()
-            frame = real_frame()
-            geometry = _geometry(tensor) if draws else None
-            number = None if geometry is None else self._slots.get(geometry)
-            if number is None or not tensor.is_floating_point() or not is_compared_at_once(frame):
-                return original(tensor)
-            self._reads = _later
-            try:
-                value = original(tensor)
-            finally:
-                self._reads = None
+        def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+            if draws in self._untold:
+                self._untold.remove(draws)
+            if by != by:  # with something else than a number
+                self._used |= draws
+            else:
+                self._learn(NumberRead(Slot(number), compare, by), value, draws)
 
-            self._untold.append(draws)
-
-            def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
-                if draws in self._untold:
-                    self._untold.remove(draws)
-                if by != by:  # with something else than a number
-                    self._used |= draws
-                else:
-                    self._learn(NumberRead(Slot(number), compare, by), value, draws)
-
-            return told_of(value, compared)
-
-        never_compile_by_itself(item)
-        return item
-
-    def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.__bool__`, of which the host learns no more than whether a number is 0."""
-
-        @functools.wraps(original)
-        def asked(tensor: Tensor) -> Any:
-            if threading.get_ident() != self._thread:
-                return original(tensor)
-            self._reads = bool
-            try:
-                return original(tensor)
-            finally:
-                self._reads = None
-
-        never_compile_by_itself(asked)
-        return asked
+        drawn = DrawnNumber(value)
+        drawn.told = compared
+        return drawn
 
     # ----------------------------------------------------------------------------------------------------------- end
 
@@ -310,7 +285,6 @@ _UNREPEATABLE = Problem(
     graph_only=True,
 )
 _COMPARE = "What is drawn on the host may only be compared there, as in `if torch.rand(()) < 0.1`."
-_MOST_CONSTANTS = 64  # numbers
 
 
 def _draws_on_host(call: OperationCall) -> bool:

@@ -10,17 +10,8 @@ from typing import Any
 Compared = Callable[[Callable[[Any, Any], bool], float], object]  # is told of a comparison with this number
 
 _PUSHES = frozenset(
-    (
-        "LOAD_FAST",
-        "LOAD_FAST_BORROW",
-        "LOAD_FAST_CHECK",
-        "LOAD_CONST",
-        "LOAD_SMALL_INT",
-        "LOAD_DEREF",
-        "LOAD_GLOBAL",
-        "LOAD_NAME",
-    )
-)
+    ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_DEREF")
+) | {"LOAD_GLOBAL", "LOAD_NAME"}
 _IDLE = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
 
@@ -50,24 +41,14 @@ def is_compared_at_once(frame: FrameType | None) -> bool:
 
 
 class DrawnNumber(float):
-    """A float that tells of its comparisons."""
+    """A float that tells of its comparisons; of one with something else than a number, as one with nan."""
 
     told: Compared
 
     def _compare(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        if type(other) not in (bool, int, float):
-            self.told(compare, float("nan"))
-            return compare(float(self), other)
-        self.told(compare, other)
+        self.told(compare, other if type(other) in (bool, int, float) else float("nan"))
         return compare(float(self), other)
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(DrawnNumber, f"__{_name}__", partialmethod(DrawnNumber._compare, getattr(operator, _name)))
-
-
-def told_of(value: float, told: Compared) -> DrawnNumber:
-    """Return this float, which tells of its comparisons. What is no number, it tells as nan."""
-    number = DrawnNumber(value)
-    number.told = told
-    return number

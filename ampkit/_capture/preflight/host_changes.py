@@ -3,8 +3,6 @@
 import builtins
 import functools
 import logging
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._text import CONSTANTS
-from ..._torch.compile import never_compile_by_itself
-from ..._undo import Undo, replace
-from ..._user_line import is_in_users_file, running_line, wraps_operations
+from ..._undo import Undo
+from ..._user_line import is_in_users_file, real_frame, running_line, wraps_operations
 from ..host.constants import are_same
+from ..host.uploads import replace_here
 from ..state.state import TrainingState
 from .host_values import receive
 from .uncapturable import Problem
@@ -43,11 +41,7 @@ class HostChanges:
 
     @contextmanager
     def watching(self, *, is_first: bool) -> Iterator[None]:
-        """Context for an eager call.
-
-        Args:
-            is_first: whether it may set numbers that later calls find as they set them.
-        """
+        """Context for an eager call. If it `is_first`, it may set numbers that later calls find as they set them."""
         self._problems, self._reads = [], {}
         before = self._numbers()
         with Undo() as undo:
@@ -57,10 +51,10 @@ class HostChanges:
             for kind in kinds:  # grows below
                 kinds += [child for child in kind.__subclasses__() if child not in kinds]
                 if "step" in vars(kind):
-                    replace(undo, kind, "step", self._noting(kind.step))
+                    replace_here(undo, kind, "step", self._step_scheduler)
             if not is_first:  # which may say what it sets up
                 for owner, name in ((builtins, "print"), (logging.Logger, "handle")):
-                    replace(undo, owner, name, self._printed(getattr(owner, name)))
+                    replace_here(undo, owner, name, self._print)
             yield
         after = self._numbers()
         changed = [name for name, old in before.items() if name in after and not are_same(old, after[name])]
@@ -79,35 +73,23 @@ class HostChanges:
         printing, self._printing = self._printing, []
         return _PRINTS.format(printing[0]) if printing else ""
 
-    def _printed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
-        @functools.wraps(original)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename == _LOGGING:
-                frame = frame.f_back
-            if threading.get_ident() == thread and frame is not None and is_in_users_file(frame):  # not by torch
-                self._printing.append(running_line(frame))
-            return original(*args, **kwargs)
-
-        never_compile_by_itself(noted)
-        return noted
+    def _print(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a function that prints or logs."""
+        frame: FrameType | None = real_frame()
+        while frame is not None and frame.f_code.co_filename == _LOGGING:
+            frame = frame.f_back
+        if frame is not None and is_in_users_file(frame):  # not by torch
+            self._printing.append(running_line(frame))
+        return original(*args, **kwargs)
 
     def _on_read(self, problem: Problem, line: str) -> None:
         what = f"{line} - {problem.what}" if line else problem.what
         self._reads[what] = f"{what}. {problem.advice}"
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                line = running_line(sys._getframe(1))
-                self._problems.append(_SCHEDULER.format(f"{line} - " if line else ""))
-            return original(*args, **kwargs)
-
-        return step
+    def _step_scheduler(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        line = running_line(real_frame())
+        self._problems.append(_SCHEDULER.format(f"{line} - " if line else ""))
+        return original(*args, **kwargs)
 
     def _numbers(self) -> dict[str, Any]:
         """Return the entries of all param groups by name, and numbers and lengths among the optimizers' attributes."""

@@ -15,7 +15,11 @@ def receive(undo: Undo, receiver: _Receiver) -> None:
 
     Of several receivers, the last one is called.
     """
-    undo.note(_remove, receiver)
+
+    def remove() -> None:
+        _receivers[:] = [other for other in _receivers if other is not receiver]
+
+    undo.note(remove)
     _receivers.append(receiver)
 
 
@@ -36,15 +40,6 @@ def refuse_reads(undo: Undo) -> Callable[[], None]:
 
 
 def report_read(problem: Problem, line: str) -> None:
-    """Report a line that reads a value which a graph would freeze. If nobody watches the call, nothing happens.
-
-    Args:
-        problem: what the line reads, and what to write instead.
-        line: `file:line: source`.
-    """
+    """Report a line (`file:line: source`) that reads a value which a graph would freeze, if the call is watched."""
     if _receivers:
         _receivers[-1](problem, line)
-
-
-def _remove(receiver: _Receiver) -> None:
-    _receivers[:] = [other for other in _receivers if other is not receiver]

@@ -31,10 +31,10 @@ from ..._torch.tensors.operators import (
 )
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
+from ..host.uploads import replace_here
 from .draw_record import DrawRecorder
 from .host_random import HostSources
 from .host_values import receive
-from .remedies import remedy
 from .reseeding import GeneratorWatch, getters, setters
 from .uncapturable import (
     DRAW_ON_DEVICE,
@@ -48,6 +48,7 @@ from .uncapturable import (
     list_read,
     problem_of,
     problems_of,
+    remedy,
     sets_generator,
 )
 
@@ -145,7 +146,6 @@ class Preflight(WatchingMode):
         self._reported = False  # whether a call runs that has been reported as a whole
         self._sets_generator = False  # whether a call runs that sets a generator
         self._sets_next = False  # whether the same call goes on to set another generator
-        self._undo = Undo()
 
     @property
     def findings(self) -> list[Finding]:
@@ -166,10 +166,10 @@ class Preflight(WatchingMode):
             for owner, name in getters():
                 replace(self._undo, owner, name, self._reading(getattr(owner, name)))
             for called, owner, name in setters():
-                replace(self._undo, owner, name, self._setting(getattr(owner, name), called))
+                replace_here(self._undo, owner, name, functools.partial(self._set_generator, called))
             receive(self._undo, lambda problem, line: self._add(problem, SourceLocation(line)))
             if self._draws is not None:
-                self._draws.begin(self._undo, replace)
+                self._draws.begin(self._undo)
             enter(self._undo, self)
         except BaseException:
             self._undo.close()
@@ -233,33 +233,25 @@ class Preflight(WatchingMode):
 
     def _watch_calls(self, undo: Undo) -> None:
         """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
-        self._report_calls(undo, *PRINT_ENTRY, PRINT)
+        replace_here(undo, *PRINT_ENTRY, functools.partial(self._call_reported, PRINT))
         if self._watched.device.type == "cuda":
             for name, owner, attribute in host_waits():
-                self._report_calls(undo, owner, attribute, host_wait(name))
+                replace_here(undo, owner, attribute, functools.partial(self._call_reported, host_wait(name)))
         else:  # of a tensor on CUDA these are operations, or copies that the sync debug mode sees
             for owner, name in HOST_COPIES:
-                replace(undo, owner, name, self._reading_from(Tensor, getattr(owner, name), host_copy(name), 0))
+                replace_here(undo, owner, name, functools.partial(self._read, Tensor, host_copy(name), 0))
             for owner, name, place in LIST_READS:
-                lists = (list, tuple)
-                replace(undo, owner, name, self._reading_from(lists, getattr(owner, name), list_read(name), place))
+                replace_here(undo, owner, name, functools.partial(self._read, (list, tuple), list_read(name), place))
 
-    def _reading_from(
-        self, kind: Any, original: Callable[..., Any], problem: Problem, place: int
-    ) -> Callable[..., Any]:
-        """Return a function that reports a problem if an argument of this type has tensors of the device in it."""
-
-        @functools.wraps(original)
-        def reported(*args: Any, **kwargs: Any) -> Any:
-            here = not torch.compiler.is_compiling() and threading.get_ident() == self._thread
-            if here and not self._reported:  # printing reads too
-                given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
-                if isinstance(given, kind) and self._watched.has(given):
-                    self._report(problem)
-            return original(*args, **kwargs)
-
-        never_compile_by_itself(reported)  # compiled code calls it too
-        return reported
+    def _read(
+        self, kind: Any, problem: Problem, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Report a problem if the argument at this place is of this type and has tensors of the device in it."""
+        if not self._reported:  # printing reads too
+            given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+            if isinstance(given, kind) and self._watched.has(given):
+                self._report(problem)
+        return original(*args, **kwargs)
 
     def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -271,45 +263,36 @@ class Preflight(WatchingMode):
         never_compile_by_itself(read)
         return read
 
-    def _setting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _set_generator(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a function that sets generators."""
+        if self._sets_generator:
+            return original(*args, **kwargs)
         puts_back = "set_rng_state" in name
+        self.look_for_draws()
+        self._sets_generator = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._sets_generator = False
+        self._generator_watch.was_set()  # so that it is not reported again
+        states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
+        if not (puts_back and self._generator_watch.may_be_put_back(states)):
+            self._report(sets_generator(name))
+        # `torch.manual_seed`, called by a name that was imported earlier, goes on to set the host's generator.
+        self._sets_next = not puts_back and real_frame().f_code.co_filename == torch.random.__file__
+        return result
 
-        @functools.wraps(original)
-        def reporting(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or self._sets_generator:
-                return original(*args, **kwargs)
-            self.look_for_draws()
-            self._sets_generator = True
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self._sets_generator = False
-            self._generator_watch.was_set()  # so that it is not reported again
-            states = args[0] if args else kwargs.get("new_state", kwargs.get("new_states"))
-            if not (puts_back and self._generator_watch.may_be_put_back(states)):
-                self._report(sets_generator(name))
-            # `torch.manual_seed`, called by a name that was imported earlier, goes on to set the host's generator.
-            self._sets_next = not puts_back and sys._getframe(1).f_code.co_filename == torch.random.__file__
-            return result
-
-        never_compile_by_itself(reporting)
-        return reporting
-
-    def _report_calls(self, undo: Undo, owner: Any, name: str, problem: Problem) -> None:
-        original = getattr(owner, name)
-
-        def reporting(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or (problem is PRINT and not self._watched.has(args)):
-                return original(*args, **kwargs)
-            key, start = self._report(problem), time.perf_counter()  # reported first, see `_on_wait`
-            outer, self._reported = self._reported, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._reported = outer
-                self._spent(key, time.perf_counter() - start)
-
-        replace(undo, owner, name, reporting)
+    def _call_reported(self, problem: Problem, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a function that is a problem itself."""
+        if problem is PRINT and not self._watched.has(args):
+            return original(*args, **kwargs)
+        key, start = self._report(problem), time.perf_counter()  # reported first, see `_on_wait`
+        outer, self._reported = self._reported, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._reported = outer
+            self._spent(key, time.perf_counter() - start)
 
     # ---------------------------------------------------------------------------------------------------------- events
 
@@ -338,7 +321,8 @@ class Preflight(WatchingMode):
         if self._draws is not None:
             problems = self._draws.judged(call, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
-        if problems and not (problems[0].graph_only or op is LIFT_FRESH):  # which is dispatched when its work was done
+        # LIFT_FRESH is dispatched after its work was done, so that its time says nothing.
+        if problems and not (problems[0].graph_only or op is LIFT_FRESH):
             self._spent(keys[0], seconds)
         for observer in self._observers if hasattr(op, "overloadpacket") else ():
             observer(call)
@@ -432,14 +416,13 @@ class Preflight(WatchingMode):
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
         key = place.line, what
-        known = self._found.get(key) or self._new(problem, place, what)
+        known = self._found.get(key)
+        if known is None:
+            advice = remedy(place) or (problem.advice if self._graphed else problem.elsewhere or problem.advice)
+            known = Finding(place.line, what, advice, 0, graph_only=True, caller=place.caller)
         graph_only = known.graph_only and problem.graph_only
         self._found[key] = known._replace(count=known.count + 1, graph_only=graph_only)
         return key
-
-    def _new(self, problem: Problem, place: SourceLocation, what: str) -> Finding:
-        advice = remedy(place) or (problem.advice if self._graphed else problem.elsewhere or problem.advice)
-        return Finding(place.line, what, advice, 0, graph_only=True, caller=place.caller)
 
     def _tell(self, problem: Problem, place: SourceLocation, node: Any) -> None:
         if self._located is not None:

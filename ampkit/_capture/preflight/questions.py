@@ -46,15 +46,10 @@ _Source = Leaf | Held | _Made
 
 
 class AskedPath(NamedTuple):
-    """What a call has asked.
-
-    Attributes:
-        path: the questions, with what computes them and the answers.
-        answered: for each tensor of the device that the host has read, its shape and dtype; None if it is no question.
-    """
+    """What a call has asked: the questions, with what computes them and the answers."""
 
     path: DrawPath
-    answered: tuple[_Look | None, ...]
+    answered: tuple[_Look | None, ...]  # for each tensor of the device that the host has read; None if no question
 
 
 class QuestionRecorder:
@@ -125,13 +120,12 @@ class QuestionRecorder:
         for source, answer in self._reads:
             operations = []
             for number in self._needed(source):
-                if number in slots:
-                    continue
-                op, args, kwargs, results, _ = self._operations[number]
-                made = _with_slots(args, slots), _with_slots(kwargs, slots)
-                operations.append(DrawOperation(op, made[0], tuple(made[1].items())))
-                slots[number] = count
-                count += results
+                if number not in slots:
+                    op, args, kwargs, results, _ = self._operations[number]
+                    named = tuple(_with_slots(kwargs, slots).items())
+                    operations.append(DrawOperation(op, _with_slots(args, slots), named))
+                    slots[number] = count
+                    count += results
             read = NumberRead(_with_slots(source, slots), bool)
             segments.append(Segment(tuple(operations), read, answer))
         return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._answered))
@@ -144,7 +138,11 @@ class QuestionRecorder:
         if source is None or len(self._needed(source)) > _MOST_OPERATIONS:
             self._answered.append(None)
             return original(tensor)
-        value = bool(_read(original, tensor))
+        with Undo() as undo, without_modes():  # a question is no finding
+            if tensor.is_cuda:
+                undo.note(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+                torch.cuda.set_sync_debug_mode("default")
+            value = bool(original(tensor))
         self._answered.append((tensor.shape, tensor.dtype))
         self._reads.append((source, value))
         return value
@@ -157,12 +155,12 @@ class QuestionRecorder:
             self._answered.append(None)
         return original(tensor)
 
-    def _source(self, tensor: Tensor, address: int) -> "_Source | None":
+    def _source(self, tensor: Tensor, address: int) -> _Source | None:
         if not _is_plain(tensor):
             return None
         if self._is_constant(tensor):
             return Held(tensor.data_ptr(), tensor)
-        return self._made.get(address, {}).get(_geometry(tensor))
+        return self._made.get(storage_address(tensor), {}).get(_geometry(tensor))
 
     def _noted(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -187,10 +185,7 @@ class QuestionRecorder:
 def answering_questions(asked: AskedPath | None, device: torch.device, *, captures: bool) -> Iterator[None]:
     """Context of a rehearsal or a capture, in which what a call asks gets the recorded answers, in their order.
 
-    Args:
-        asked: what the calls of this key ask; None for nothing.
-        device: where the step computes.
-        captures: whether it is an error if the call does not ask all of it.
+    It is an error if a call that `captures` does not ask all of it.
     """
     if asked is None:
         yield
@@ -213,17 +208,6 @@ def answering_questions(asked: AskedPath | None, device: torch.device, *, captur
         yield
     if captures and next(answered, None) is not None:
         raise CaptureError(_OTHERS.format("the step"))
-
-
-def _read(original: Callable[..., Any], tensor: Tensor) -> Any:
-    """Return a value, which is no finding."""
-    if tensor.device.type != "cuda":
-        with without_modes():
-            return original(tensor)
-    with Undo() as undo, without_modes():
-        undo.note(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
-        torch.cuda.set_sync_debug_mode("default")
-        return original(tensor)
 
 
 def _is_plain(tensor: Tensor) -> bool:

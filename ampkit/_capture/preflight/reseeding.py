@@ -18,10 +18,6 @@ class GeneratorWatch:
     checkpointing do. Torch captures that.
 
     On the host's generator only a fresh seed is noticed. `setters` has the functions that set it to a state.
-
-    Args:
-        device: where the step computes.
-        generators: CUDA generators beside the default one that a graph is captured with.
     """
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:

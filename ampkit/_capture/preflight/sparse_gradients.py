@@ -22,21 +22,16 @@ def why_not_dense(modules: Iterable[nn.Module]) -> str:
 
 def refuse_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
     """Raise a `ValueError` if torch does not take the optimizer, or `max_norm`, together with sparse gradients."""
-    layer = next(_sparse_layers(model), None)
-    if layer is None:
-        return
-    what = f"{layer[0] or 'the model'} is {layer[1]}(sparse=True), whose gradients are sparse"
-    if any(group.get("fused") for group in optimizer.param_groups):
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"graphed_step(optimizer={name}): {what}, and {name} with fused=True takes none. "
-            f"Write {layer[1]}(..., sparse=False)."
-        )
-    if max_norm is not None:
-        raise ValueError(
-            f"graphed_step(max_norm={max_norm!r}): {what}, and torch has no norm of these. "
-            f"Write {layer[1]}(..., sparse=False), or max_norm=None."
-        )
+    for name, kind in _sparse_layers(model):
+        what = f"{name or 'the model'} is {kind}(sparse=True), whose gradients are sparse"
+        instead = f"Write {kind}(..., sparse=False)"
+        if any(group.get("fused") for group in optimizer.param_groups):
+            used = type(optimizer).__name__
+            reason = f"{used} with fused=True takes none. {instead}."
+            raise ValueError(f"graphed_step(optimizer={used}): {what}, and {reason}")
+        if max_norm is not None:
+            reason = f"torch has no norm of these. {instead}, or max_norm=None."
+            raise ValueError(f"graphed_step(max_norm={max_norm!r}): {what}, and {reason}")
 
 
 def _sparse_layers(module: nn.Module) -> Iterator[tuple[str, str]]:

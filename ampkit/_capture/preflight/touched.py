@@ -20,33 +20,18 @@ wraps_operations(__file__)
 
 @dataclass(eq=False)
 class Use:
-    """How a call used memory that was there before it.
+    """How a call used memory that was there before it."""
 
-    Attributes:
-        tensor: a tensor in that memory.
-        line: the user's line that used it first.
-        by_user: whether that line used it itself, and not through ampkit, a backward or compiled code.
-        written: whether an operation wrote to it.
-    """
-
-    tensor: "weakref.ref[Tensor]"
-    line: str
-    by_user: bool
-    written: bool = False
+    tensor: "weakref.ref[Tensor]"  # a tensor in that memory
+    line: str  # the user's line that used it first
+    by_user: bool  # whether that line used it itself, and not through ampkit, a backward or compiled code
+    written: bool = False  # whether an operation wrote to it
 
 
 class Touched:
-    """Notes memory that operations use, unless it is known or was made by one of them.
+    """Notes memory that operations use, unless its address is known or it was made by one of them.
 
     A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
-
-    Args:
-        known: the addresses of memory that is known.
-        device: where the step computes.
-
-    Attributes:
-        uses: how each other memory was used, by its address.
-        nested: whether there was a nested tensor.
     """
 
     def __init__(self, known: set[int], device: torch.device) -> None:
@@ -56,8 +41,8 @@ class Touched:
         self._on_host: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._read: set[int] = set()
         self._written_on_host: dict[int, str] = {}
-        self.uses: dict[int, Use] = {}
-        self.nested: bool = False
+        self.uses: dict[int, Use] = {}  # of each other memory, by its address
+        self.nested: bool = False  # whether there was a nested tensor
 
     def __call__(self, call: OperationCall) -> None:
         """Note the memory that an operation has used, written to and made."""
@@ -92,8 +77,7 @@ class Touched:
     def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.
 
-        Args:
-            others: addresses that are left out.
+        Those at the addresses `others` are left out.
         """
         left = self._written_on_host.keys() | others
         found = ((known(), line) for address, (known, line) in self._on_host.items() if address not in left)

@@ -1,4 +1,7 @@
-"""What cannot be captured: operations, autograd nodes and random numbers, each with what to write instead."""
+"""What cannot be captured: operations, autograd nodes and random numbers, each with what to write instead.
+
+Where code of a library is what cannot be captured, and an option of the library's avoids it, that is what to write.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,24 +15,17 @@ from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.operators import OperationCall, kind_of
 from ..._torch.tensors.tensors import is_same_generator
 from ..._torch.tensors.tree import tensors_in
+from ..._user_line import SourceLocation
 
 
 class Problem(NamedTuple):
-    """Something in a step that cannot be captured.
+    """Something in a step that cannot be captured."""
 
-    Attributes:
-        what: what happens.
-        advice: what to write instead.
-        elsewhere: what to write instead outside of a graphed step, if that differs.
-        graph_only: whether only a graph rules it out. Otherwise the host waits for the device.
-        whole_line: whether it explains all else that is wrong with its line.
-    """
-
-    what: str
-    advice: str
-    elsewhere: str = ""
-    graph_only: bool = False
-    whole_line: bool = False
+    what: str  # what happens
+    advice: str  # what to write instead
+    elsewhere: str = ""  # what to write instead outside of a graphed step, if that differs
+    graph_only: bool = False  # whether only a graph rules it out. Otherwise the host waits for the device
+    whole_line: bool = False  # whether it explains all else that is wrong with its line
 
 
 _KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."
@@ -87,17 +83,11 @@ def sets_generator(how: str) -> Problem:
 
 
 class Watched(NamedTuple):
-    """What a step has that its problems depend on.
-
-    Attributes:
-        device: where it computes.
-        generators: the CUDA generators that its graph is captured with beside the default ones.
-        bitmaps: how long those are in which Reducers note which parameters are used.
-    """
+    """What a step has that its problems depend on: as `Preflight` is given it."""
 
     device: torch.device
     generators: tuple[torch.Generator, ...]
-    bitmaps: tuple[int, ...] = ()
+    bitmaps: tuple[int, ...]
 
     def has(self, tree: Any) -> bool:
         """Return whether a tensor in a tree is on a device of this type."""
@@ -106,13 +96,7 @@ class Watched(NamedTuple):
 
 
 def problems_of(call: OperationCall, watched: Watched, waited: bool) -> list[Problem]:
-    """Return why this call of an operation cannot be captured.
-
-    Args:
-        call: of the operation.
-        watched: the device and the generators of the step.
-        waited: whether the host waited for the device in the call.
-    """
+    """Return why a call of an operation below autograd cannot be captured, in which the host has waited or not."""
     check = _check_of(call.op)
     problems = list(check(call, watched)) if check else []
     if waited and not problems:
@@ -133,6 +117,33 @@ def problem_of(node: Any) -> Problem | None:
         advice = "Write it with other operations (exp and log, torch.where), or as a torch.autograd.Function."
         return Problem(f"{name} looks at values on the host", advice)
     return None
+
+
+# Parts of the path of torch's line, or of the library's, and what to write.
+_REMEDIES = (
+    (
+        ("torch/distributions/distribution.py", "torch/distributions/constraints.py"),
+        "It checks arguments: pass validate_args=False to the distribution, or call "
+        "torch.distributions.Distribution.set_default_validate_args(False) once.",
+    ),
+    (
+        ("torch/nn/modules/transformer.py",),
+        "It looks whether the mask is causal: pass tgt_is_causal (nn.TransformerDecoder, nn.Transformer) or is_causal "
+        "(nn.TransformerEncoder) as True or False.",
+    ),
+    (
+        ("torch_geometric/utils/loop.py", "torch_geometric/nn/conv/gcn_conv.py"),
+        "Add the self-loops before the first step and pass add_self_loops=False to the layers; GCNConv(cached=True) "
+        "does so for a graph that stays the same.",
+    ),
+    (("/torchmetrics/",), "Update metrics behind the step, with tensors that it returns."),
+)
+
+
+def remedy(place: SourceLocation) -> str:
+    """Return what to write instead of what happens there, "" if that is in no library which is known here."""
+    where = place.inside, place.line.replace("\\", "/").partition(": `")[0]
+    return next((text for parts, text in _REMEDIES if any(part in each for part in parts for each in where)), "")
 
 
 # ------------------------------------------------------------------------------------------------- checks by operation

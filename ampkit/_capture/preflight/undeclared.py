@@ -52,7 +52,6 @@ class Undeclared:
         self._problems, self._to_adopt, self._loose = [], [], []
         touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
-
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -88,9 +87,7 @@ class Undeclared:
         """Have modules that the step reads be taken into the state if they have no tensors, as a dropout or a loss."""
         declared = {module for top in self._state.modules.values() for module in parts_of(top)}
         for module in modules:
-            if module not in declared and not any(
-                True for _ in (*nn.Module.parameters(module), *nn.Module.buffers(module))
-            ):
+            if module not in declared and not (*nn.Module.parameters(module), *nn.Module.buffers(module)):
                 self._to_adopt.append(module)
                 declared.update(parts_of(module))
 

@@ -15,7 +15,7 @@ _HOW = "Write module:function: train:example is the function `example` of train.
 def users_function(text: str, returned: str, arguments: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function that `module:function` names.
 
-    Messages have in words what it must return, and the arguments that it gets. It may take fewer.
+    `returned` and `arguments` say, in words for messages, what it must return and what it gets. It may take fewer.
 
     Raises:
         UsageError: if there is no such function, or it needs other arguments.

@@ -145,7 +145,7 @@ def without_compiled_code() -> Iterator[None]:
 def untraced(function: Callable[..., Any], why: str) -> Callable[..., Any]:
     """Return the function for compiled code to call as it is. Compiled functions that it calls stay compiled.
 
-    It ends the graph of what calls it. The reason of that graph break has in it why.
+    It ends the graph of what calls it. `why` stands in the reason of that graph break.
     """
     made: Callable[..., Any] = torch.compiler.disable(function, reason=why)
     return made

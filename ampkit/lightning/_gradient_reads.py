@@ -53,7 +53,7 @@ class GradientUses(TorchFunctionMode):
         self.hooks_before_step = [str(hook) for hook in self._hooks if hook.name in _BEFORE_STEP]
         self.gradients_exist = True  # as long as Lightning does the steps
         self.problem = ""  # which hook uses gradients, on which line, and what to write instead
-        self.after_captured_step = False  # whether a hook used gradients there. The user was warned then
+        self.after_captured_step = False  # whether a hook used gradients there; the user was warned then
 
     def restore_hooks(self) -> None:
         """Give all objects their own hooks back."""

@@ -36,7 +36,7 @@ def why_not(
 ) -> str:
     """Return why ampkit cannot do the steps of this fit and what to write instead, "" if it can.
 
-    The plugin is the Trainer's own, whose scaler the user's takes the place of, if there is one.
+    The plugin is the Trainer's own. The scaler is the user's, and takes the place of the plugin's if there is one.
     """
     if not module.automatic_optimization:
         return (

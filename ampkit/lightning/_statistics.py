@@ -33,7 +33,7 @@ class StatisticsReader:
     _device: torch.device
     _processes: int  # how many train on batches of this size
     samples: int = 0  # that this process has trained on since the interval began, counted by the caller
-    batches: int = 0  # the same
+    batches: int = 0  # that these samples were in
     interval_start: "_Timestamp | None" = None  # None while the time does not count; the caller may set it to None
     _pending: "deque[_PendingStatistics]" = field(default_factory=deque)
 

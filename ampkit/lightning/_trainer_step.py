@@ -46,7 +46,7 @@ class BatchPlace(NamedTuple):
     first: bool  # whether the batch begins the window
     last: bool  # whether the optimizer steps after this batch
     divisor: int  # the loss is divided by this before backward
-    epoch: int  # its number
+    epoch: int  # the number of the epoch
 
 
 class NoLossError(NoStepError):

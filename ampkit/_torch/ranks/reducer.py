@@ -60,7 +60,7 @@ def is_bitmap_copy(source: Tensor, lengths: Sequence[int]) -> bool:
 def note_used(undo: Undo, ddp: DistributedDataParallel) -> Callable[[], list[str]]:
     """Note which parameters of a model get a gradient on this rank, until the end of a context.
 
-    Returns what returns the names of those that have got none; [] if no parameter has got one.
+    Returns a function for the names of those that have got none; it returns [] if no parameter has got one.
     """
     params, _ = private(ddp, "_build_params_for_reducer")()
     names = private(ddp, "_build_debug_param_to_name_mapping")(params)

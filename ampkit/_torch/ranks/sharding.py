@@ -23,7 +23,7 @@ _OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves 
 
 
 def as_shard(local: Tensor, like: Any) -> Tensor:
-    """Return a DTensor whose part in this process this is, placed as another one is. Aliasing: the part's memory."""
+    """Return a DTensor placed as another one is, with this as its part in this process. Aliasing: the part's memory."""
     made: Tensor = sharded_class().from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -64,7 +64,7 @@ def buffers_of_collective(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 class ShardedModules:
-    """The modules of a model that `fully_shard` has wrapped, all of them by now, with what they keep between calls."""
+    """What modules that `fully_shard` has wrapped keep between calls. All of the model's must be wrapped already."""
 
     def __init__(self, model: nn.Module) -> None:
         # Modules that were wrapped together share a state.

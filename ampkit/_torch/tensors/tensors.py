@@ -72,9 +72,9 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class Remembered:
-    """A tensor with a storage as it was, of a DTensor this process's part, and the means to put that back.
+    """A tensor as it was (of a DTensor, this process's part), and the means to put that back.
 
-    It does not keep the tensor's memory alive.
+    The tensor has a storage, which is not kept alive.
     """
 
     def __init__(self, tensor: Tensor) -> None:

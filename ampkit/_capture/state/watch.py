@@ -250,7 +250,9 @@ class StateWatch(Generic[_G]):
         self.modules = modules
         self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
         self.scaler = scaler
-        self.finds_gradients, self.sees_hooks, self.holds_rates = finds_gradients, sees_hooks, holds_rates
+        self.finds_gradients = finds_gradients
+        self.sees_hooks = sees_hooks
+        self.holds_rates = holds_rates
         self._bare, self._rates, self._functions = bare, rates, tuple(functions)
         self.reads: Reads = Reads(functions)
         self.host_tensors: HostTensors = HostTensors()

@@ -46,7 +46,7 @@ class OptimizerPlace(MovableOptimizer):
         self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
         self.why_behind: str = why_behind
         self._holds = holds
-        self.holds_rates = holds  # whether graphs hold the learning rate as a constant now
+        self.holds_rates: bool = holds  # whether graphs hold the learning rate as a constant now
         self._moved = False
         self._rates: list[Any] | None = None
         self._steps = 0  # how many were watched

@@ -232,7 +232,12 @@ class Engine:
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
         if full and not self._fallback.has_warned("variation"):
             known = [(known, self._settings_history.call_settings) for known in self._layouts]
-            self._fallback.warn_once("variation", self._variation.text_of(known))
+            cause = self._variation.explain(known)  # some of these may have had replays
+            self._fallback.warn_once(
+                "variation",
+                f"there were {len(known)} different inputs so far, because {cause.examples}. Each of them takes "
+                f"{self._session.warmup} eager calls and a graph of its own. {cause.advice}",
+            )
         return self._layouts.layout_of(key)
 
     def _note(self, key: Key, layout: Layout) -> str:
@@ -247,7 +252,7 @@ class Engine:
         if self._fallback.raises:
             return self._variation.text
         layout.count_under(self._variation.reason)
-        if not self._variation.is_said:
+        if not self._variation.said.issuperset(cause.names):
             self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         is_new = isinstance(layout.stage, Cold) and not layout.stage.calls
         self._variation.lay_to_rest(is_new and not (len(self._cache) or self._ranks.several))
@@ -366,7 +371,8 @@ class Engine:
         ranks, graphs = self._ranks, self._multi_step
         if ranks.several and (not ranks.captured or graphs.given_up or captures.recorded):
             return None
-        has = steps is not None and graphs.has(steps, windows)
+        lengths = None if steps is None else self._cache.multi_step.get(steps.key)
+        has = lengths is not None and windows in lengths.graphs
         ready = steps is not None and not has and graphs.is_ready(steps)
         return ranks.decide_together(has, ready, settled=has or bool(self._fallback.refused))
 

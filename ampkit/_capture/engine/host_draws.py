@@ -91,10 +91,6 @@ class HostDraws:
         """Forget all."""
         self._trees.clear()
 
-    def around(self, graph: Graph) -> Graph:
-        """Return a graph that leaves the generator as an eager call does."""
-        return _DrawnGraph(graph, self)
-
     def put_back(self) -> None:
         """Put the generator back to where it was before the draws of this call."""
         torch.default_generator.set_state(self._before)
@@ -109,8 +105,8 @@ class HostDraws:
 
 
 @dataclass(frozen=True, eq=False)
-class _DrawnGraph:
-    """A graph of a call whose draws on the host were made."""
+class DrawnGraph:
+    """A graph of a call whose draws on the host were made. It leaves the generator as an eager call does."""
 
     _graph: Graph
     _draws: HostDraws

@@ -13,7 +13,7 @@ from ..keys.inputs import StaticInputs
 from ..keys.key import Key
 from ..preflight.questions import answering_questions
 from ..state.overlaps import keep_apart
-from .host_draws import HostDraws
+from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
 from .record import record
@@ -76,7 +76,9 @@ class LayoutCapture:
         """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._session.stream, self._options.generators)
-        graph = layout.named(new if key.outcomes is None else self._draws.around(new))
+        graph: Graph = new if key.outcomes is None else DrawnGraph(new, self._draws)
+        if self._session.names is not None:
+            graph = self._session.names.named(graph, [layout.kernels])
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
         answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)

@@ -9,7 +9,6 @@ from typing import Any
 from ..compare.rehearsal import Rehearsal
 from ..graph.cache import GraphOutputs
 from ..graph.capture_query import Answer
-from ..graph.graph import Graph
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
@@ -160,10 +159,6 @@ class Layout:
         self.kernels = noted[0]
 
     # ------------------------------------------------------------------------------------------------- the capture
-
-    def named(self, graph: Graph) -> Graph:
-        """Return the graph of the capture, marked in traces if somebody wants names."""
-        return graph if self._names is None else self._names.named(graph, [self.kernels])
 
     def difference(self) -> str | None:
         """Return where the capture differs from the rehearsal, see `Rehearsal`. Another capture needs another one."""

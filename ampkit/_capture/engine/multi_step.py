@@ -122,10 +122,6 @@ class MultiStepGraphs:
         self._cache.multi_step.move_to_end(steps.key)
         return lengths.graphs[windows]
 
-    def has(self, steps: Steps, windows: int) -> bool:
-        """Return whether there is a graph that does this many windows."""
-        return steps.key in self._cache.multi_step and windows in self._cache.multi_step[steps.key].graphs
-
     def is_ready(self, steps: Steps) -> bool:
         """Return whether a first graph may be captured: the single calls have graphs, and change no input in place."""
         if steps.key in self._refused or self.given_up:

@@ -50,6 +50,7 @@ class Variation:
         one_argument: whether every call has one argument, which messages call `batch`. Otherwise it is `batch[0]`.
 
     Attributes:
+        said: the names of the parts that messages of this run have named, with what to write instead.
         rest: how many calls are eager without a look at what is new. Whoever makes them counts them down.
     """
 
@@ -70,7 +71,7 @@ class Variation:
         self._call_settings: dict[Key, CallSettings] = {}
         self._last: Key | None = None
         self._returned = False  # whether a key came back after another one
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         self.rest: int = 0
         self._last_rest = 0
 
@@ -82,11 +83,6 @@ class Variation:
     def lay_to_rest(self, may_rest: bool) -> None:
         """Have the next calls not be looked at: twice as many as the last time, none if something may come back."""
         self.rest = self._last_rest = min(2 * self._last_rest + 1, _LONGEST_REST) if may_rest else 0
-
-    @property
-    def is_said(self) -> bool:
-        """Whether messages of this run have named all that keeps changing, and what to write instead."""
-        return self.cause is not None and self._said.issuperset(self.cause.names)
 
     def follow(self, replays: int, captures: int) -> None:
         """Begin a new run if a graph from an earlier call was replayed since this was called last.
@@ -101,7 +97,7 @@ class Variation:
 
     def say(self, names: Iterable[str]) -> None:
         """Take note that a message has named these parts, and what to write instead."""
-        self._said.update(names)
+        self.said.update(names)
 
     def note(self, key: Key, call_settings: CallSettings, captures: int, kept: int) -> Cause | None:
         """Take note of a call that had no graph. Return the cause of the run, None as long as it has none.
@@ -115,23 +111,21 @@ class Variation:
         if not self._calls:
             self._captures = captures
         self._calls += 1
-        if self.cause is None:
-            known = key in self._visits
-            self._returned = self._returned or (known and key != self._last)
-            self._last = key
-            self._visits[key] += 1
-            self._call_settings.setdefault(key, call_settings)
-            overflows = not known and len(self._visits) == kept + 1
-            if self._calls >= _CALLS and (overflows or self._calls % _CALLS == 0):
-                self._find_cause(captures, kept)
-        return self.cause
-
-    def _find_cause(self, captures: int, kept: int) -> None:
+        if self.cause is not None:
+            return self.cause
+        known = key in self._visits
+        self._returned = self._returned or (known and key != self._last)
+        self._last = key
+        self._visits[key] += 1
+        self._call_settings.setdefault(key, call_settings)
         keys = len(self._visits)
+        overflows = not known and keys == kept + 1
+        if self._calls < _CALLS or not (overflows or self._calls % _CALLS == 0):
+            return None
         crowded = keys > kept
         never_back = not self._returned and captures == self._captures
         if keys < _VARIANTS or 2 * max(self._visits.values()) >= self._calls or not (crowded or never_back):
-            return
+            return None
         cause = self.explain([*self._call_settings.items()])
         if crowded or not cause.of_layouts:
             limit = f", and at most {kept} are kept" if crowded else ""
@@ -142,14 +136,7 @@ class Variation:
             )
             self._call_settings.clear()  # the keys keep objects of the batches alive
             self._visits.clear()
-
-    def text_of(self, calls: Sequence[tuple[Key, CallSettings]]) -> str:
-        """Return what a message says of many different keys, some of which may have had replays."""
-        cause = self.explain(calls)
-        return (
-            f"there were {len(calls)} different inputs so far, because {cause.examples}. Each of them takes "
-            f"{self._warmup} eager calls and a graph of its own. {cause.advice}"
-        )
+        return self.cause
 
     def explain(self, calls: Sequence[tuple[Key, CallSettings]]) -> Cause:
         """Return as a cause the parts that have the most different values in these calls. At least two calls differ."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._torch.tensors.modes import modes
 from ..._torch.tensors.tensors import version
-from ..._torch.tensors.tree import tree_unflatten
+from ..._torch.tensors.tree import tensors_in, tree_unflatten
 from ..._undo import Undo
 from ..graph.capture_query import answering, noting_questions, seeing_capture
 from ..graph.pool import growing_segments
@@ -194,7 +194,7 @@ class WarmUp:
         # repeated, if the warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
         is_first = cold.calls == 0 and session.warmup > 2
         has_made = state.is_undecided() or state.tensors().keys() != known
-        has_kept = not cold.calls and held.have_begun()
+        has_kept = not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new())  # none was there
         if asked is not None and (has_made or has_kept):  # it may have asked about what it has made for later calls
             layout.ask_again(cold)
             return outputs, drawn, None
@@ -202,7 +202,7 @@ class WarmUp:
             if is_first or has_kept:
                 layout.count_call(cold)
             return outputs, drawn, asked
-        if not self._questions.is_confirmed(key, asked, call.leaves, state.reads.written):
+        if not self._questions.is_confirmed(key, asked, call.leaves, state.reads.written.keys()):
             layout.ask_again(cold)
             return outputs, drawn, asked
         problem = describe(preflight.findings)
@@ -219,7 +219,7 @@ class WarmUp:
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
-        layout.note_reads(self._state.reads.take_problem(), self._state.reads.written)
+        layout.note_reads(self._state.reads.take_problem(), self._state.reads.written.keys())
         self._undeclared.take_without_tensors(self._state.reads.modules())
         self._session.settings_history.take_values()
 

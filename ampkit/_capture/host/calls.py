@@ -79,13 +79,6 @@ class Names:
         """Return whether code of any class reads something by this name."""
         return name in self.of_all or any(name in names for names in self.of_class.values())
 
-    def with_further(self, others: "Names") -> "Names":
-        """Return these names and others."""
-        of_class = dict(self.of_class)
-        for kind, found in others.of_class.items():
-            of_class[kind] = found | of_class.get(kind, frozenset())
-        return Names(self.of_all | others.of_all, of_class)
-
     def without(self, left: Set[str]) -> "Names":
         """Return the others of these names."""
         return Names(self.of_all - left, {kind: found - left for kind, found in self.of_class.items()})
@@ -122,7 +115,11 @@ class CallRecorder:
         if not counts and (origin is Origin.OTHERS or self._is_of_step(frame, origin)):
             if is_compiling():  # and calls what it likes
                 return False
-            self._called[id(code)] = code, origin if _has_hash(code) else Origin.OTHERS
+            self._called[id(code)] = code, origin
+            try:
+                hash(code)
+            except TypeError:  # of code that dynamo has made, with a dict among its constants
+                self._called[id(code)] = code, Origin.OTHERS
             counts = True
         if counts and origin is Origin.PACKAGE:  # `take` has the user's code watched
             self._executed.watch(frame)
@@ -201,14 +198,6 @@ class CallRecorder:
         for name, place in self._executed.names(code, candidates).items():
             self.lines.setdefault(name, {})[code] = line_of(place)
             yield name
-
-
-def _has_hash(code: CodeType) -> bool:
-    try:
-        hash(code)
-    except TypeError:  # of code that dynamo has made, with a dict among its constants
-        return False
-    return True
 
 
 class _Before:

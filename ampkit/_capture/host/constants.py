@@ -13,8 +13,8 @@ import sys
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePath
@@ -225,6 +225,7 @@ Place = tuple[Key | None, str]  # a key, and what is written behind it. None, an
 _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
 
 
+@dataclass(eq=False)
 class OwnChanges:
     """The places that the step changes itself. No replay would change them, so they are not compared.
 
@@ -232,10 +233,9 @@ class OwnChanges:
     where a longer one is needed.
     """
 
-    def __init__(self, places: Iterable[Place] = ()) -> None:
-        self.places: set[Place] = set(places)
-        self._calls = Counter[Place]()  # how many have changed it
-        self._rewritten = set[Place]()  # what the last call that read it has changed, and is compared
+    places: set[Place] = field(default_factory=set)
+    _calls: Counter[Place] = field(default_factory=Counter)  # how many have changed it
+    _rewritten: set[Place] = field(default_factory=set)  # what the last call that read it has changed, and is compared
 
     def leaves_out(self, place: Place) -> bool:
         """Return whether this is not compared: it is one of the places, or an entry of one."""
@@ -353,9 +353,16 @@ class HostConstants(tuple[HostConstant, ...]):
         return sum(not each.not_compared for each in self)
 
     def __str__(self) -> str:
+        # The path of a file as one begins to read it: in its package, or where Python runs.
+        packages = f"-packages{os.sep}"
         kinds = ("value", *[name for name in ("not compared",) if self.compared < len(self)])
         rows = [
-            (each.path, each.value, _short_place(each.line), *[each.not_compared][: len(kinds) - 1])
+            (
+                each.path,
+                each.value,
+                each.line.rpartition(packages)[2].removeprefix(f"{os.getcwd()}{os.sep}"),
+                *[each.not_compared][: len(kinds) - 1],
+            )
             for each in self
             if not each.is_code or each.not_compared
         ]
@@ -385,12 +392,6 @@ def constant(path: str, value: Any, line: tuple[str, int] | None, not_compared: 
         text = "" if value is ABSENT else value_text(value) or f"of class {qualified_name(kind)}"
     place = "" if line is None or not line[0] else f"{line[0]}:{line[1]}"
     return HostConstant(path, text, place, not_compared, is_code)
-
-
-def _short_place(line: str) -> str:
-    """Return `file:line` with the path of the file as one begins to read it: in its package, or where Python runs."""
-    *_, inside = line.rpartition(f"-packages{os.sep}")
-    return inside.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 OWN = "the step changes it itself"

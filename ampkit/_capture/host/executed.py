@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -42,18 +43,20 @@ def _end_tool(tool: int, watched: Callable[[], Iterable[CodeType]]) -> None:
         MONITORING.free_tool_id(tool)
 
 
+@dataclass(eq=False)
 class Executed:
     """Notes which instructions are executed. Where it cannot tell, it takes each instruction for executed.
 
     It cannot if a debugger or a coverage tool uses what it would use itself, also from within the call.
     """
 
-    def __init__(self) -> None:
-        self.compiled: set[CodeType] = set()  # what torch.compile's code contains
-        self._seen: dict[CodeType, set[int]] = {}
-        self._watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
-        self._left, self._has_ended = _MOST, False
-        self._tool, self._monitored = -1, set[CodeType]()
+    compiled: set[CodeType] = field(default_factory=set)  # what torch.compile's code contains
+    _seen: dict[CodeType, set[int]] = field(default_factory=dict)
+    _watch: Callable[[FrameType], None] | None = None  # None if it cannot tell
+    _count: int = 0  # of executed instructions, while it traces
+    _has_ended: bool = False
+    _tool: int = -1
+    _monitored: set[CodeType] = field(default_factory=set)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -155,8 +158,8 @@ class Executed:
     def _on_event(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "opcode":
             self._seen[frame.f_code].add(frame.f_lasti)
-            self._left -= 1
-        if self._left < 0:  # a long loop, which would take minutes
+            self._count += 1
+        if self._count > _MOST:  # a long loop, which would take minutes
             self._let_go()
             _set_trace(None)
         if event == "return":  # a generator may go on under a debugger; otherwise it is called again

@@ -62,13 +62,9 @@ class LeftTensors:
 
     def taken(self) -> list[tuple[Any, Any, Any]]:
         """Return what holds something else now that has tensors in it: the dict or list, the key, and the value."""
-        return [(table, key, value) for table, key, value, was in self._new() if id(was) not in self._compared]
+        return [(table, key, value) for table, key, value, was in self.new() if id(was) not in self._compared]
 
-    def have_begun(self) -> bool:
-        """Return whether there is a tensor where none was: calls to come may read it."""
-        return any(not tensors_in(was) for _, _, _, was in self._new())
-
-    def _new(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def new(self) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield what holds something else now that has tensors in it: table, key, and value, and what was there."""
         for table, before in self._before:
             for key, value in _entries(table):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from ctypes import sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
@@ -67,11 +67,6 @@ class Slots:
         except KeyError:
             return False
         return True
-
-    def names(self) -> list[str]:
-        """Return the names under which the class keeps something, set or not."""
-        tables = [class_table(base) for base in bases_of(type(self.owner)) if "__slots__" in class_table(base)]
-        return [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
 
 
 @dataclass(eq=False)
@@ -257,7 +252,9 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         if gives_its_entries(kind) and dict.__len__(owner) <= _MOST_NAMED:
             pairs = list(dict.items(owner))
             unnamed = [key for key, _ in pairs if not isinstance(key, str)]
-            numbered = len(unnamed) <= MOST_ENTRIES and all(map(_is_safe_key, unnamed))
+            by_identity: Any = object.__hash__  # no code of the user's may look a key up
+            safe = (is_plain(key) or type(key).__hash__ is by_identity for key in unnamed)
+            numbered = len(unnamed) <= MOST_ENTRIES and all(safe)
             yield id(owner), False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
     elif is_in_order(kind):
         if len(owner) <= MOST_ENTRIES:
@@ -306,7 +303,8 @@ def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any
     if own is not None and len(own) <= _MOST_NAMED:
         hidden.update(own)
         yield id(own), True, own, list(own.items())
-    names = slots.names()
+    tables = [class_table(base) for base in bases_of(kind) if "__slots__" in class_table(base)]
+    names = [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
     if names:
         hidden.update(names)
         yield id(owner), True, slots, [(name, slots[name]) for name in names if name in slots]
@@ -344,12 +342,7 @@ def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
     return f"{path}[{number_text(key) if is_number(key) else value_text(key) or object.__repr__(key)}]"
 
 
-def _is_safe_key(key: Any) -> bool:
-    """Return whether no code of the user's looks this key of a dict up."""
-    makes_hash: Any = type(key).__hash__
-    return is_plain(key) or makes_hash is object.__hash__
-
-
+@dataclass(eq=False)
 class Reach:
     """Yields the user's functions that may run where code uses some values, each once.
 
@@ -357,14 +350,13 @@ class Reach:
     (`__call__`, `__getattr__`).
 
     Args:
-        values: to begin with.
+        values: to begin with; this list is used up.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._left = list(values)
-        self._seen: dict[int, Any] = {}
-        self._names: set[str] = set()  # that the functions read
-        self._waiting: dict[str, list[Any]] = {}  # what objects have under other names
+    _left: list[Any]
+    _seen: dict[int, Any] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)  # that the functions read
+    _waiting: dict[str, list[Any]] = field(default_factory=dict)  # what objects have under other names
 
     def __iter__(self) -> Iterator[FunctionType]:
         while self._left:

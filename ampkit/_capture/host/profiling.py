@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -58,15 +59,15 @@ def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], boo
 # -------------------------------------------------------------------------------------- before Python 3.12: a profile
 
 
+@dataclass(eq=False)
 class _SharedProfile:
     """A profile function that calls another one, too, which `sys.setprofile` and `sys.getprofile` set and return."""
 
-    def __init__(self, note: Callable[[FrameType], bool]) -> None:
-        self._note = note
-        self._noted: dict[int, CodeType] = {}  # of which no further calls are to be seen, by identity
-        self._thread = threading.get_ident()
-        self._users: Callable[..., Any] | None = None
-        self._on = False
+    _note: Callable[[FrameType], bool]
+    _noted: dict[int, CodeType] = field(default_factory=dict)  # of which no further calls are to be seen, by identity
+    _thread: int = field(default_factory=threading.get_ident)
+    _users: Callable[..., Any] | None = None
+    _on: bool = False
 
     def begin(self) -> None:
         _set_profile(self._on_event)

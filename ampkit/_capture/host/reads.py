@@ -200,7 +200,8 @@ class Reads:
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
         self._problem = ""
-        self._written: dict[str, Line | None] = {}
+        # What the last step has left another number in, or longer or shorter, with the line.
+        self.written: dict[str, Line | None] = {}
 
     @contextlib.contextmanager
     def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
@@ -211,7 +212,7 @@ class Reads:
             in_parts: returns at the end whether only modules are captured. Then what the rest of the step reads is not
                 compared.
         """
-        self._written = {}
+        self.written = {}
         executed = Executed()
         start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
@@ -233,39 +234,35 @@ class Reads:
         problem, self._problem = self._problem, ""
         return problem
 
-    @property
-    def written(self) -> Set[str]:
-        """What the last step has left another number in, or longer or shorter."""
-        return set(self._written)
-
     def writes(self, before: Set[str], may_stop: Callable[[str], bool]) -> list[str]:
         """Return what the last step has left another number in, or longer or shorter, each with a line.
 
         Only what is in `before` too, as what an earlier step has, and what does not stop by its name counts.
         """
-        found = ((name, line) for name, line in self._written.items() if name in before)
+        found = ((name, line) for name, line in self.written.items() if name in before)
         counts = ((name, line) for name, line in found if not may_stop(name.split(" ", 2)[-1]))  # behind "the variable"
         return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
 
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
-        def is_tensor(place: Place) -> bool:
-            return read.has_somewhere(place[1]) and any(before.has_tensor(place[1]) for before in recorder.before)
-
-        compared = self._compared_names()
+        looked, compared = recorder.before, self._compared_names()
         self._own_names.saw(
-            {(None, name) for before in recorder.before for name in before.changed()},
+            {(None, name) for before in looked for name in before.changed()},
             is_read=lambda place: read.has_somewhere(place[1]),
-            is_tensor=is_tensor,
+            is_tensor=lambda place: read.has_somewhere(place[1]) and any(each.has_tensor(place[1]) for each in looked),
             is_compared=lambda place: compared.has_somewhere(place[1]),
         )
-        for name in {name: None for before in recorder.before for name in before.written()}:
-            self._written[f"the attribute {name}"] = next(iter(recorder.lines.get(name, {}).values()), None)
-        self._names = self._names.with_further(read)
+        for name in {name: None for before in looked for name in before.written()}:
+            self.written[f"the attribute {name}"] = next(iter(recorder.lines.get(name, {}).values()), None)
+        of_class = dict(self._names.of_class)
+        for kind, found in read.of_class.items():
+            of_class[kind] = found | of_class.get(kind, frozenset())
+        self._names = Names(self._names.of_all | read.of_all, of_class)
         for name, lines in recorder.lines.items():
             self._lines.setdefault(name, {}).update(lines)
 
     def _learn_paths(self, notes: Notes, start: dict[Key, dict[str, Any]], in_parts: bool) -> None:
-        after, read = notes.values(), notes.read()
+        after = {key: self._follow(path, any_name).found() for key, path in notes.paths.items()}
+        read = notes.read()
         if in_parts:
             read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
         paths = {**self._paths, **notes.paths}
@@ -275,8 +272,8 @@ class Reads:
             grows = text.endswith("]") and ABSENT in (was, becomes)
             if key in read and (grows or is_write(was, becomes)):
                 name = f"{paths[key]}{around_entries(text) if grows else text}"
-                self._written[f"the variable {name}"] = read[key]
-        self._written |= {f"the variable {text}": line for text, line in notes.grown().items()}
+                self.written[f"the variable {name}"] = read[key]
+        self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
 
         def whole(places: Iterator[tuple[Key, str]]) -> set[Place]:
             """Return what counts as changed if these have another value: of a list or dict all that is in it."""
@@ -366,7 +363,7 @@ class Reads:
             if isinstance(each, TensorReference) and not self._own.leaves_out((key, text))
         ]
         return Reading(
-            ReadValues(found, name, was_looked_at, OwnChanges(self._own.places)),
+            ReadValues(found, name, was_looked_at, OwnChanges(set(self._own.places))),
             [read for read, _ in readers],
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),

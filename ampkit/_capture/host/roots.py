@@ -205,10 +205,6 @@ class Notes:
                     self.whole.add(path.key)
         return True
 
-    def values(self) -> dict[PathKey, dict[str, Any]]:
-        """Return the values that the paths have now."""
-        return {key: self._look(path) for key, path in self.paths.items()}
-
     def read(self) -> dict[PathKey, tuple[str, int]]:
         """Return the paths that code reads which the step has executed, each with the file and number of a line."""
         found: dict[PathKey, tuple[str, int]] = {}

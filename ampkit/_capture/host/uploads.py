@@ -18,6 +18,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,15 +39,15 @@ wraps_operations(__file__)
 _Content = tuple[torch.dtype, torch.Size, tuple[int, ...], bytes]
 
 
+@dataclass(eq=False)
 class Provenance:
     """Tells what the tensors on the host are made of, within one call. It is called with each operation."""
 
-    def __init__(self) -> None:
-        # By address: of which tensors that were there before this memory was made, None if it is of no constants.
-        self._made: dict[int, frozenset[int] | None] = {}
-        self._alive: list[Any] = []  # so that no address is used again
-        self._before: dict[int, tuple[Tensor, str]] = {}  # what was there before the call, and who reads it
-        self.used: set[int] = set()  # the addresses of those that were uploaded, or from which uploads were made
+    # By address: of which tensors that were there before this memory was made, None if it is of no constants.
+    _made: dict[int, frozenset[int] | None] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)  # so that no address is used again
+    _before: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # what was there before, and who reads it
+    used: set[int] = field(default_factory=set)  # the addresses of those uploaded, or from which uploads were made
 
     def __call__(self, call: OperationCall) -> None:
         """Take note of what an operation has made, or written, on the host."""
@@ -91,6 +92,7 @@ class Provenance:
         return [self._before[address] for address in self.used]
 
 
+@dataclass(eq=False)
 class Uploads:
     """The constants of a step that are on its device, and calls in which copies of them take the place of uploads.
 
@@ -99,12 +101,12 @@ class Uploads:
         host_tensors: gets the tensors on the host whose values were uploaded.
     """
 
-    def __init__(self, device: torch.device, host_tensors: HostTensors) -> None:
-        self._device, self._host_tensors = device, host_tensors
-        self._uploaded: dict[_Content, Tensor] = {}
-        self._bytes = 0
-        self._provenance: Provenance | None = None
-        self._captures = False
+    _device: torch.device
+    _host_tensors: HostTensors
+    _uploaded: dict[_Content, Tensor] = field(default_factory=dict)
+    _bytes: int = 0
+    _provenance: Provenance | None = None
+    _captures: bool = False
 
     @contextmanager
     def learning(self, provenance: Provenance) -> Iterator[None]:

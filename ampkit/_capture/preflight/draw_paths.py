@@ -83,20 +83,21 @@ class DrawPath(NamedTuple):
         return tuple(segment.outcome for segment in self.segments if segment.read is not None)
 
 
+@dataclass(eq=False)
 class _Node:
     """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.operations, self.read = segment.operations, segment.read
-        self.next: dict[Hashable, _Node] = {}
+    operations: tuple[DrawOperation, ...]
+    read: NumberRead | None
+    next: dict[Hashable, "_Node"] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Tree:
     """The paths that the host may take in a step, as far as they are known."""
 
-    def __init__(self) -> None:
-        self._start: dict[Hashable, _Node] = {}  # has one node, of what comes first
-        self.paths = 0  # how many there are
+    _start: dict[Hashable, _Node] = field(default_factory=dict)  # has one node, of what comes first
+    paths: int = 0  # how many there are
 
     def add(self, path: DrawPath) -> bool:
         """Add a path. Return whether it fits: after the same outcomes the host has done the same on all paths."""
@@ -104,7 +105,7 @@ class Tree:
         for segment in path.segments:
             node = nodes.get(outcome)
             if node is None:
-                node = nodes[outcome] = _Node(segment)
+                node = nodes[outcome] = _Node(segment.operations, segment.read)
                 new = True
             elif (node.operations, node.read) != (segment.operations, segment.read):
                 return False

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -85,10 +86,9 @@ class DrawRecorder:
         if threading.get_ident() != self._thread:
             return problems
         op, given = call.op, call.given
-        drawn = frozenset[int]()
-        if self._sources:
-            drawn = drawn.union(*map(self._draws_in, given))
-        if call.kind.draws and _draws_on_host(call):
+        drawn = frozenset[int]().union(*map(self._draws_in, given)) if self._sources else frozenset[int]()
+        by_default = call.kind.draws and call.kwargs.get("generator") is None  # the generator of its device
+        if by_default and {tensor.device.type for tensor in call.made} == {"cpu"}:
             known = all(map(self._is_known, given))
             if not known:  # on a CPU it is a draw of the device
                 self._used |= drawn
@@ -102,11 +102,11 @@ class DrawRecorder:
         if op is READ and drawn:
             tensor = given[0]
             whole = not (tensor.is_floating_point() or tensor.is_complex())
-            of, geometry = _itself if whole else self._reads, _geometry(tensor)
+            of, geometry = operator.index if whole else self._reads, _geometry(tensor)
             if of is None or geometry not in self._slots:
                 self._used |= drawn
                 return problems
-            if of is not _later:
+            if of is not DrawnNumber:  # which tells of a comparison that follows
                 self._learn(NumberRead(Slot(self._slots[geometry]), of), call.result, drawn)
             return self._hold_back(drawn, problems, find_place)
         if drawn:
@@ -226,7 +226,7 @@ class DrawRecorder:
         number = None if geometry is None else self._slots.get(geometry)
         if number is None or not tensor.is_floating_point() or not is_compared_at_once(real_frame()):
             return original(tensor)
-        self._reads = _later
+        self._reads = DrawnNumber
         try:
             value = original(tensor)
         finally:
@@ -287,11 +287,6 @@ _UNREPEATABLE = Problem(
 _COMPARE = "What is drawn on the host may only be compared there, as in `if torch.rand(()) < 0.1`."
 
 
-def _draws_on_host(call: OperationCall) -> bool:
-    """Return whether an operation that draws does so from the default CPU generator."""
-    return call.kwargs.get("generator") is None and {tensor.device.type for tensor in call.made} == {"cpu"}
-
-
 def _geometry(tensor: Tensor) -> _Geometry | None:
     """Return where the numbers of a CPU tensor lie; None if it has none of its own."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
@@ -307,12 +302,3 @@ _to_list = Tensor.tolist  # the recorder replaces it
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of these values."""
     return torch.tensor(list(values), dtype=dtype, device="cpu").reshape(shape)
-
-
-def _later(value: Any) -> Any:
-    """Stands for a comparison that follows."""
-    return value
-
-
-def _itself(value: Any) -> Any:
-    return value

@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ from .uncapturable import Problem
 wraps_operations(__file__)
 
 
+@dataclass(eq=False)
 class HostChanges:
     """Looks for what eager calls of a step change or read on the host, and no replay would.
 
@@ -33,11 +35,11 @@ class HostChanges:
         may_stop: returns whether an attribute of these, given its name, may stay as it is in a replay.
     """
 
-    def __init__(self, state: TrainingState, may_stop: Callable[[str], bool]) -> None:
-        self._state, self._may_stop = state, may_stop
-        self._problems: list[str] = []
-        self._reads: dict[str, str] = {}  # by what is read and where, the problem
-        self._printing: list[str] = []
+    _state: TrainingState
+    _may_stop: Callable[[str], bool]
+    _problems: list[str] = field(default_factory=list)
+    _reads: dict[str, str] = field(default_factory=dict)  # by what is read and where, the problem
+    _printing: list[str] = field(default_factory=list)
 
     @contextmanager
     def watching(self, *, is_first: bool) -> Iterator[None]:

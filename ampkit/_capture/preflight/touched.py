@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
@@ -28,21 +28,22 @@ class Use:
     written: bool = False  # whether an operation wrote to it
 
 
+@dataclass(eq=False)
 class Touched:
     """Notes memory that operations use, unless its address is known or it was made by one of them.
 
     A global hook on modules would not do, because code that torch.compile compiles meanwhile would contain the hook.
     """
 
-    def __init__(self, known: set[int], device: torch.device) -> None:
-        self._known, self._device = known, device
-        self._made: set[int] = set()
-        # By address, with the user's line that used it first. Numbers of C++ code are such tensors for a moment.
-        self._on_host: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._read: set[int] = set()
-        self._written_on_host: dict[int, str] = {}
-        self.uses: dict[int, Use] = {}  # of each other memory, by its address
-        self.nested: bool = False  # whether there was a nested tensor
+    _known: set[int]
+    _device: torch.device
+    _made: set[int] = field(default_factory=set)
+    # By address, with the user's line that used it first. Numbers of C++ code are such tensors for a moment.
+    _on_host: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
+    _read: set[int] = field(default_factory=set)
+    _written_on_host: dict[int, str] = field(default_factory=dict)
+    uses: dict[int, Use] = field(default_factory=dict)  # of each other memory, by its address
+    nested: bool = False  # whether there was a nested tensor
 
     def __call__(self, call: OperationCall) -> None:
         """Note the memory that an operation has used, written to and made."""
@@ -74,24 +75,17 @@ class Touched:
         self._read |= given - written
         self._made |= set(call.made_at) - given
 
-    def read_on_host(self, others: set[int]) -> list[tuple[Tensor, str]]:
+    def on_host(self, others: set[int]) -> tuple[list[tuple[Tensor, str]], list[str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.
 
-        Those at the addresses `others` are left out.
+        Beside them, the lines that write to tensors on the host which were there before, and which other lines read.
+        Tensors at the addresses `others` are left out.
         """
         left = self._written_on_host.keys() | others
         found = ((known(), line) for address, (known, line) in self._on_host.items() if address not in left)
-        return [(tensor, line) for tensor, line in found if tensor is not None]
-
-    def changed_on_host(self, others: set[int]) -> list[str]:
-        """Return the lines that write to tensors on the host which were there before, and which other lines read."""
         changed = self._on_host.keys() & self._read - others
-        return [line for address, line in self._written_on_host.items() if address in changed]
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Forget that these tensors were used."""
-        for address in addresses(tensors):
-            self.uses.pop(address, None)
+        lines = [line for address, line in self._written_on_host.items() if address in changed]
+        return [(tensor, line) for tensor, line in found if tensor is not None], lines
 
     def take_for_each_other(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take what was done with the first tensor of each pair for what was done with the second one."""

@@ -69,9 +69,11 @@ class Undeclared:
             # What optimizers have on the host: learning rates, step counts.
             tables = [table for each in declared for table in (*each.param_groups, *each.state.values())]
             others = addresses(tensors_in([value for table in tables for value in table.values()]))
-            self._state.host_tensors.note(touched.read_on_host(others))
-            self._problems += (_ON_HOST.format(_at(line)) for line in touched.changed_on_host(others))
-            touched.leave_out(self._state.rates())
+            read, changing = touched.on_host(others)
+            self._state.host_tensors.note(read)
+            self._problems += (_ON_HOST.format(_at(line)) for line in changing)
+            for address in addresses(self._state.rates()):
+                touched.uses.pop(address, None)
             if touched.uses:
                 self._look_at(touched)
 

@@ -65,10 +65,13 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def storage_address(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
-    if is_fake(type(tensor)):  # it has a storage without an address
+    if is_fake(type(tensor)):  # torch warns of what follows
         return 0
-    storage = storage_of(tensor)
-    return 0 if storage is None else storage.data_ptr()
+    try:
+        storage = storage_of(tensor)
+        return 0 if storage is None else storage.data_ptr()
+    except RuntimeError:  # a nested tensor in the jagged layout has a storage without an address
+        return 0
 
 
 class Remembered:

@@ -16,7 +16,7 @@ from ..._torch.tensors.tree import tree_unflatten
 from ..._undo import Undo
 from ..graph.cache import copied
 from ..keys.inputs import Spec, path
-from ..keys.placement import is_as_copied, own_copy
+from ..keys.placement import own_copy, place_of
 from ..keys.spans import Spans, span
 from .session import Session
 
@@ -142,7 +142,9 @@ def call_aligned(
 
     Aliasing: what the call changes in place is copied back. Sync: none.
     """
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_as_copied(leaf)]
+    tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    # Those that are not aligned, or do not hold their values.
+    places = [i for i, leaf in tensors if place_of(leaf) or leaf.is_conj() or leaf.is_neg()]
     if places:
         state = changing()
         places = [i for i in places if not state.at(*span(leaves[i]))]

@@ -16,7 +16,7 @@ from ..compare.verify import Verifier
 from ..graph.cache import Captured, copied
 from ..graph.capture_query import captures, seeing_capture
 from ..graph.kernel_names import KernelTable
-from ..graph.report import Report
+from ..graph.report import GraphReport, Report
 from ..graph.turns import Turn, turns_on
 from ..host.constants import HostConstants
 from ..keys.inputs import BatchReader
@@ -133,7 +133,7 @@ class Engine:
     ) -> Any:
         layout = self._layout(key)
         stage, is_warm = layout.stage, isinstance(layout.stage, Warm)
-        problem = (layout.problem if is_warm else "") or self._ranks.problem or self._note(key, layout)
+        problem = (layout.problem if is_warm else "") or self._ranks.reducers.problem or self._note(key, layout)
         all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
         if not layout.refusal and not all_can:
             self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
@@ -406,6 +406,7 @@ class Engine:
         """Return the counts so far. Sync: reads the allocator, and waits for the calls that were timed to end."""
         with self._turns.lock:
             saving = self._cache.saving()
+            single = [GraphReport(key.text, graph.nbytes, *graph.timing.saving()) for key, graph in self._cache]
             self._variation.follow(self.replays + self._multi_step.launches, self.captures)
             return Report(
                 graphs=len(self._cache) + sum(len(lengths.graphs) for lengths in self._cache.multi_step.values()),
@@ -417,7 +418,7 @@ class Engine:
                 **self._session.splitter.fields(),
                 bytes=self._cache.nbytes + self._session.splitter.nbytes,
                 input_bytes=self._cache.input_bytes,
-                per_graph=(*self._cache.reports(), *self._multi_step.reports()),
+                per_graph=(*single, *self._multi_step.reports()),
                 skipped=skipped,
                 failure=self._fallback.failure or self._variation.text or None,
                 eager_ms=saving.eager_ms,

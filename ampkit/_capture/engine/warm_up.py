@@ -210,8 +210,7 @@ class WarmUp:
             layout.count_call(cold)  # another look, with the other answer
             return outputs, drawn, asked
         if other_answer:
-            problem = problem and answer.hide_again()
-            answer.keep()
+            problem = answer.keep(problem)
         problem = "\n".join(filter(None, (state.problem, problem)))
         layout.note_preflight(cold, self._with_undeclared(problem))
         layout.count_call(cold)

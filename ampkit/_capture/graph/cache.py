@@ -18,7 +18,6 @@ from ..._torch.tensors.tree import tree_flatten
 from ..keys.inputs import Spec, StaticInputs
 from ..keys.key import Key
 from .graph import CudaGraph, EmulatedGraph, Graph, Pool
-from .report import GraphReport
 from .timing import Saving, Timing, combined
 
 
@@ -118,7 +117,18 @@ class GraphOutputs:
         if self._index is not None and raw_stream(self._index) != self._stream:
             self._rows, self._count = [], 1
         if not self._rows:
-            self._rows = self._more_rows(self._block)
+            # Memory for the next replays: each time a copy of the block, and its numbers.
+            if self._index is not None:
+                self._stream = raw_stream(self._index)
+            count, self._count = self._count, min(2 * self._count, _ROWS)
+            rows = torch.empty(count, len(self._block), dtype=torch.uint8, device=self._block.device)
+            with untracked():  # no two of them share a version counter
+                columns = [
+                    repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
+                    for place in self._places
+                ]
+                trees = self._tree.with_columns(columns) if self._gathers_all else zip(*columns, strict=True)
+                self._rows = list(zip(rows.unbind(), trees, strict=True))
         row, numbers = self._rows.pop()
         row.copy_(self._block)
         if self._gathers_all:
@@ -143,20 +153,6 @@ class GraphOutputs:
         with torch.no_grad():
             torch.cat([self._tensors[i].reshape(1).view(torch.uint8) for i in numbers], out=block[:end])
         return block
-
-    def _more_rows(self, block: Tensor) -> list[tuple[Tensor, Any]]:
-        """Return memory for the next replays: each time a copy of the block, and its numbers, see `_rows`."""
-        if self._index is not None:
-            self._stream = raw_stream(self._index)
-        count, self._count = self._count, min(2 * self._count, _ROWS)
-        rows = torch.empty(count, len(block), dtype=torch.uint8, device=block.device)
-        with untracked():  # no two of them share a version counter
-            columns = [
-                repeat(None, count) if place is None else rows.view(place[0])[:, place[1]].unbind()
-                for place in self._places
-            ]
-            numbers = self._tree.with_columns(columns) if self._gathers_all else zip(*columns, strict=True)
-            return list(zip(rows.unbind(), numbers, strict=True))
 
 
 _ROWS = 32  # with loss, norm and skip in each of them, as many as the least that torch's allocator hands out
@@ -337,10 +333,6 @@ class Cache:
             self.multi_step.popitem()[1].reset()
         while self._graphs:
             self._drop(self._graphs.popitem()[1])  # taken out first: a graph that is reset must not be found
-
-    def reports(self) -> list[GraphReport]:
-        """Return what the report says of each graph of a single call. Sync: waits for the timed calls to end."""
-        return [GraphReport(key.text, graph.nbytes, *graph.timing.saving()) for key, graph in self]
 
     def saving(self) -> Saving:
         """Return what all graphs have saved so far, dropped ones included. Sync: waits for the timed calls to end."""

@@ -94,12 +94,7 @@ def answering(answer: bool, stream: int | None = None, *, notes: bool = False) -
 
 def seeing_capture(fn: Callable[_P, _R], sees_capture: bool) -> Callable[_P, _R]:
     """Return `fn` for a call in which user code is told that it is being captured, if `sees_capture` is true."""
-
-    def seeing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with answering(True):
-            return fn(*args, **kwargs)
-
-    return seeing if sees_capture else fn
+    return answering(True)(fn) if sees_capture else fn
 
 
 @dataclass(eq=False)
@@ -130,15 +125,17 @@ class Answer:
         self.problem_when_hidden, self.sees_capture = problem, True
         return True
 
-    def hide_again(self) -> str:
-        """Go back to the first answer, since with the other one the code cannot be captured either. Return why not."""
-        self.sees_capture = False
-        problem, self.problem_when_hidden = self.problem_when_hidden, ""
-        return problem
+    def keep(self, problem: str = "") -> str:
+        """Keep the answer that was tried, unless there is a problem with it, too. From now on it does not change.
 
-    def keep(self) -> None:
-        """Keep the answer that was tried. From now on it does not change."""
-        self._news, self.problem_when_hidden, self.may_change = self.problem_when_hidden, "", False
+        Return why the code cannot be captured with the answer that is kept, "" if it can.
+        """
+        first, self.problem_when_hidden, self.may_change = self.problem_when_hidden, "", False
+        if problem:
+            self.sees_capture = False
+            return first
+        self._news = first
+        return ""
 
     def take_news(self, since: str) -> str:
         """Return what to say of a new answer, which is given from `since` on, once; "" if there is none."""

@@ -153,9 +153,13 @@ class ProfiledCalls:
         stream = f"device {args.get('device', 0)}, stream {args.get('stream', event.get('tid'))}"
         start, duration = float(event["ts"]), float(event.get("dur", 0))
         owner = self._by_id.get(args.get("External id"), -1)
-        if owner < 0 and launched is not None:
-            thread = self._threads.get(_thread_of(launched))
-            owner = -1 if thread is None else thread.innermost(float(launched["ts"]))
+        thread = None if owner >= 0 or launched is None else self._threads.get(_thread_of(launched))
+        if thread is not None:  # the innermost event around the launch
+            time = float(launched["ts"])
+            found = bisect.bisect_right(thread.starts, time) - 1
+            owner = thread.places[found] if found >= 0 else -1
+            while owner >= 0 and thread.ends[owner] < time:
+                owner = thread.parents[owner]
         return Kernel(event["name"], stream, start, duration, place, owner)
 
     def _operations(self, mark: Any, threads: set[Any]) -> Iterator[Kernel]:
@@ -182,27 +186,23 @@ class ProfiledCalls:
         behind = ""  # the last phase that is certain
         for kernel in kernels:
             chain = list(self._chain(kernel.launch))
-            phase, module, operation = self._owner(chain, makers)
+            names = [self._events[i]["name"] for i in chain]
+            operations = [name for i, name in zip(chain, names, strict=True) if self._events[i]["cat"] == "cpu_op"]
+            node = next((name.removeprefix(_NODE) for name in operations if name.startswith(_NODE)), "")
+            module = self._module(chain)
+            if node:
+                phase = BACKWARD
+                if not module and (maker := next((makers[i] for i in chain if i in makers), None)) is not None:
+                    module = self._module(list(self._chain(maker)))
+            else:
+                phase = OPTIMIZER if any(name.startswith(_OPTIMIZER_STEP) for name in names) else ""
             if not phase and (module or any(i in linked for i in chain)):
                 phase = FORWARD
             behind = phase or behind
             # What follows backward without being a part of it: unscale, clip, the optimizer's kernels, the loss scale.
             phase = phase or (OPTIMIZER if behind in (BACKWARD, OPTIMIZER) else FORWARD)
-            owners.append(Owner(phase, module, operation))
+            owners.append(Owner(phase, module, node or next(iter(operations), "")))
         return owners
-
-    def _owner(self, chain: Sequence[int], makers: dict[int, int]) -> tuple[str, str, str]:
-        """Return phase, module and operation, "" where the events around a kernel do not say it."""
-        names = [self._events[i]["name"] for i in chain]
-        operations = [name for i, name in zip(chain, names, strict=True) if self._events[i]["cat"] == "cpu_op"]
-        node = next((name.removeprefix(_NODE) for name in operations if name.startswith(_NODE)), "")
-        module = self._module(chain)
-        if node:
-            if not module and (maker := next((makers[i] for i in chain if i in makers), None)) is not None:
-                module = self._module(list(self._chain(maker)))
-            return BACKWARD, module, node
-        stepping = any(name.startswith(_OPTIMIZER_STEP) for name in names)
-        return OPTIMIZER if stepping else "", module, operations[0] if operations else ""
 
     def _module(self, chain: Sequence[int]) -> str:
         """Return the innermost module around, or without one the innermost compiled region or scope of the user's."""
@@ -248,14 +248,6 @@ class _Thread(NamedTuple):
     starts: list[float]
     ends: dict[int, float]
     parents: dict[int, int]  # -1 for the outermost events
-
-    def innermost(self, time: float) -> int:
-        """Return the innermost event around a time, -1 if there is none."""
-        found = bisect.bisect_right(self.starts, time) - 1
-        place = self.places[found] if found >= 0 else -1
-        while place >= 0 and self.ends[place] < time:
-            place = self.parents[place]
-        return place
 
 
 def _threads(events: Sequence[Any]) -> dict[Any, _Thread]:

@@ -42,18 +42,18 @@ class StreamOrder:
             self.last, self._address = current, raw_stream(self._device.index)
 
 
+@dataclass(eq=False)
 class Turns:
     """The calls of all steps that capture on one stream.
 
     Attributes:
+        order: of what the calls launch; None without a CUDA device.
         lock: to be held during a call, user code included. Within the call another step may be called. With a lock for
             each step, two threads could wait for each other.
-        order: of what the calls launch; None without a CUDA device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lock: threading.RLock = threading.RLock()
-        self.order: StreamOrder | None = StreamOrder(device) if device.type == "cuda" else None
+    order: StreamOrder | None
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ _here = _Here()
 def turns_on(device: torch.device) -> Turns:
     """Return the turns of the steps that this thread makes for this device. It has one capture stream there."""
     if device not in _here.turns:
-        _here.turns[device] = Turns(device)
+        _here.turns[device] = Turns(StreamOrder(device) if device.type == "cuda" else None)
     return _here.turns[device]
 
 

@@ -338,8 +338,19 @@ class StaticInputs:
                     f"{what}; in a graph they are two tensors, and neither sees a change to the other. Pass "
                     f"{argument}.clone()."
                 )
-        if self.any_changed:
-            self._refuse_shared_with_another(leaves)
+        addresses = [storage_address(leaves[i]) for i in self._places] if self.any_changed else []
+        if len(set(addresses)) == len(addresses):
+            return
+        starts = [leaves[i].data_ptr() for i in self._places]
+        spans = [(start, start + size) for start, size in zip(starts, self._sizes, strict=True)]
+        for i, (start, stop) in enumerate(spans):
+            others = [j for j, (a, b) in enumerate(spans) if self.changed[i] and j != i and a < stop and start < b]
+            if others:
+                one, another = path(self._tree, self._places[i]), path(self._tree, self._places[others[0]])
+                raise InputMismatch(
+                    f"{one}, which the step changes in place, lies in the same memory as {another}; in a graph they "
+                    f"are two buffers. Pass {one}.clone()."
+                )
 
     def versions(self) -> list[int]:
         """Return the version of each buffer: every change in place raises it, but a replay of a CUDA graph does not."""
@@ -357,21 +368,6 @@ class StaticInputs:
         for i, buffer, was_changed in zip(self._places, self._buffers, self.changed, strict=True):
             if was_changed:
                 leaves[i].copy_(buffer, non_blocking=True)
-
-    def _refuse_shared_with_another(self, leaves: Sequence[Any]) -> None:
-        addresses = [storage_address(leaves[i]) for i in self._places]
-        if len(set(addresses)) == len(addresses):
-            return
-        starts = [leaves[i].data_ptr() for i in self._places]
-        spans = [(start, start + size) for start, size in zip(starts, self._sizes, strict=True)]
-        for i, (start, stop) in enumerate(spans):
-            others = [j for j, (a, b) in enumerate(spans) if self.changed[i] and j != i and a < stop and start < b]
-            if others:
-                one, other = path(self._tree, self._places[i]), path(self._tree, self._places[others[0]])
-                raise InputMismatch(
-                    f"{one}, which the step changes in place, lies in the same memory as {other}; in a graph they are "
-                    f"two buffers. Pass {one}.clone()."
-                )
 
     @property
     def nbytes(self) -> int:

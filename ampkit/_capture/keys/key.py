@@ -26,20 +26,15 @@ class Key(NamedTuple):
     def text(self) -> str:
         """The layout of the input, what the function does with it, and the outcomes, in words."""
         phase = "" if self.phase is None else self.phase.words
-        outcomes = "" if self.outcomes is None else outcomes_text(self.outcomes)
+        outcomes = "" if self.outcomes is None else "draws on the host"
+        if self.outcomes and not all(isinstance(outcome, bool) for outcome in self.outcomes):
+            outcomes += f": {', '.join(map(str, self.outcomes))}"
+        elif self.outcomes:
+            true = [str(number) for number, outcome in enumerate(self.outcomes, 1) if outcome]
+            which = f" ({', '.join(true)})" if 0 < len(true) < len(self.outcomes) else ""
+            outcomes += f": {len(true)} of {len(self.outcomes)} comparisons true{which}"
         answers = "" if self.answers is None else f"questions about the input: {', '.join(map(str, self.answers))}"
         return "; ".join(filter(None, (str(self.spec), phase, outcomes, answers)))
-
-
-def outcomes_text(outcomes: tuple[Any, ...]) -> str:
-    """Return outcomes in words."""
-    if not outcomes:
-        return "draws on the host"
-    if not all(isinstance(outcome, bool) for outcome in outcomes):
-        return f"draws on the host: {', '.join(map(str, outcomes))}"
-    true = [str(number) for number, outcome in enumerate(outcomes, 1) if outcome]
-    which = f" ({', '.join(true)})" if 0 < len(true) < len(outcomes) else ""
-    return f"draws on the host: {len(true)} of {len(outcomes)} comparisons true{which}"
 
 
 class Part(NamedTuple):

@@ -10,11 +10,6 @@ _ALIGNED_ON_HOST = 64  # c10/core/alignment.h
 _READ_AT_ONCE = 64  # bytes
 
 
-def is_as_copied(tensor: Tensor) -> bool:
-    """Return whether kernels read this tensor as they would read a copy of it: it is aligned, and holds its values."""
-    return place_of(tensor) == 0 and not (tensor.is_conj() or tensor.is_neg())
-
-
 def place_of(tensor: Tensor) -> int:
     """Return what kernels may ask about a tensor's address. It is 0 if torch could have allocated the tensor there.
 

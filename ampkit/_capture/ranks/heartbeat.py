@@ -32,6 +32,8 @@ HELD_UP_S = 10.0  # a rank that others wait for may be slower by a moment; what 
 # torch waits 600 s for an eager collective of NCCL.
 SILENCE_S = 300.0
 _STORE_TIMEOUT = timedelta(seconds=5)  # for one connection
+# A thread that comes back from C while the interpreter is being finalized aborts the process: see `job_end`.
+_PROBE_S = 2.0
 _FIRST_S, _FIRST_LOOKS = 0.05, 20  # the processes are to know each other soon
 _MOST_LOOKS_OFF = 32  # between two connections to a store that does not answer
 
@@ -45,10 +47,6 @@ class Peer:
     left: bool = False  # whether it has said that it ends
     silent_s: float = 0.0  # how long it has not beaten
     beat: bytes = b""  # the last one that was seen
-
-    def has_died(self) -> bool:
-        """Return whether its process is over, for certain."""
-        return self.process is not None and self.process.has_ended()
 
 
 class Heartbeat:
@@ -125,7 +123,8 @@ class Heartbeat:
             self._stopped = True
             self._wake.set()
             self._thread.join(_STORE_TIMEOUT.total_seconds())
-            self.waiting.join()
+            if self.waiting.probe is not None:
+                self.waiting.probe.join(_PROBE_S)  # or less, if the device answers
             if self._ended_wait is not None:
                 self._ended_wait.join()
                 faulthandler.cancel_dump_traceback_later()
@@ -180,7 +179,7 @@ class Heartbeat:
             if not store.check([f"address {rank}"]):
                 return  # it has not come to its first call yet
             peer.process = PeerProcess(store.get(f"address {rank}").decode())
-        has_died = peer.has_died()  # before its last word is looked for
+        has_died = peer.process.has_ended()  # before its last word is looked for
         if store.check([f"end {rank}"]):
             peer.left = True
             if word := store.get(f"end {rank}").decode():
@@ -203,7 +202,8 @@ class Heartbeat:
         self._off_s += LOOK_S
         if self._off_s >= SILENCE_S:
             self._silent = _NO_STORE.format(SILENCE_S)
-        if died := [peer.rank for peer in self._watched() if peer.has_died()]:
+        died = [each.rank for each in self._watched() if each.process is not None and each.process.has_ended()]
+        if died:
             self._left = f"rank {died[0]} has ended, and the store of the process group with it"
             self._told.set()
         elif self._off_for > 1:

@@ -15,8 +15,6 @@ from ..._torch.ranks.distributed import aborts
 from ..graph.turns import Turn
 
 LAST_RESORT_S = 10.0  # from the abort to the end of the process: NCCL needs a second, users' `finally` clauses the rest
-# A thread that comes back from C while the interpreter is being finalized aborts the process: see `job_end`.
-_JOIN_S = 2.0
 _STDERR = 2  # sys.stderr may be a file of Python's, which faulthandler cannot write to
 
 
@@ -30,32 +28,23 @@ class Waiting:
     ending: bool = False  # whether this process releases its graphs, which waits for the device
     _seen: int = -1
     since: float | None = None  # when this wait began; None to begin anew
-    _probe: threading.Thread | None = None
+    probe: threading.Thread | None = None  # the thread that looks at the device
 
     def seconds(self) -> float:
         """Return for how long this rank has been in one call, or the device in what was launched before."""
         now = time.monotonic()
         seen, self._seen = self._seen, self.calls
         turns = list(self.turns)
-        in_one_call = seen == self.calls and any(turn.running for turn in turns)
-        if not (self.ending or in_one_call or self._device_waits(turns)) or self.since is None:
+        waits = self.ending or (seen == self.calls and any(turn.running for turn in turns))
+        if not waits:  # unless the device has not done since an earlier look what it had to do then
+            waits = self.probe is not None and self.probe.is_alive()
+            streams = [] if waits else [stream for turn in turns if (stream := turn.stream()) is not None]
+            if streams:
+                # Not an event: to record one on a full stream blocks, with Python's lock held.
+                self.probe = started("ampkit-probe", lambda: _synchronize(streams))
+        if not waits or self.since is None:
             self.since = now
         return now - self.since
-
-    def _device_waits(self, turns: list[Turn]) -> bool:
-        """Return whether the device has not done since an earlier look what it had to do then."""
-        if self._probe is not None and self._probe.is_alive():
-            return True
-        streams = [stream for turn in turns if (stream := turn.stream()) is not None]
-        if streams:
-            # Not an event: to record one on a full stream blocks, with Python's lock held.
-            self._probe = started("ampkit-probe", lambda: _synchronize(streams))
-        return False
-
-    def join(self) -> None:
-        """Wait for the thread that looks at the device, if the device answers."""
-        if self._probe is not None:
-            self._probe.join(_JOIN_S)
 
 
 def _synchronize(streams: list[torch.cuda.Stream]) -> None:

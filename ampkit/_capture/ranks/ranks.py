@@ -1,6 +1,5 @@
 """The votes of the processes of one job on whether to capture."""
 
-import functools
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._errors import AmpkitError
 from ..._torch.ranks.sharding import ShardedModules
 from ..graph.turns import Turn
 from .heartbeat import Heartbeat, heartbeat_of
@@ -139,11 +139,6 @@ class Ranks:
             return needed, f"DistributedDataParallel needs {needed} calls"
         return max(2, wanted), ""  # two at least: one under the preflight, and the rehearsal
 
-    @functools.cached_property
-    def problem(self) -> str:
-        """Why no step of the model can be captured; "" if it can. What is so in the first call counts."""
-        return self.reducers.why_not_captured()
-
     def decide(self, wants: bool, can: bool, settled: bool, *, replays: bool = False) -> tuple[bool, bool]:
         """Return whether all ranks want to capture in this call, and whether all can. To be called in every call.
 
@@ -191,7 +186,12 @@ class Ranks:
         """
         if not self.exchanges or self.voting is False:  # others may launch several calls at once
             return None
-        self.reducers.refuse_unfinished()
+        if not self.reducers.idle:
+            raise AmpkitError(
+                "DistributedDataParallel: the last step had no gradients for some parameters, as with layerdrop, where "
+                "the host leaves out layers by random draws. So no rank has averaged them. Torch needs "
+                "find_unused_parameters=True for that, and steps that leave out any are eager."
+            )
         self._exchanged = True
         named = repr((torch.distributed.get_rank(), outcomes)).encode()
         mine = int.from_bytes(hashlib.blake2b(named, digest_size=_DIGEST).digest(), "big")

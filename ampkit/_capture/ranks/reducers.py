@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..._errors import AmpkitError
 from ..._torch.ranks.exchange import Exchange, broadcast_coalesced
 from ..._torch.ranks.reducer import (
     bucket_bytes,
@@ -76,8 +75,12 @@ class Reducers:
         self._alone = False
         self._incomplete = False
 
-    def why_not_captured(self) -> str:
-        """Return why no step of the model can be captured, and what to write instead; "" if it can."""
+    @functools.cached_property
+    def problem(self) -> str:
+        """Why no step of the model can be captured, and what to write instead; "" if it can.
+
+        What is so in the first call counts.
+        """
         for ddp in self._wrappers:
             problem = _REFUSED.get(peculiarity(ddp), "") or _why_not_hook(ddp)
             if self._accumulates and ddp in self.searching:
@@ -126,21 +129,24 @@ class Reducers:
         with torch.inference_mode(False), torch.enable_grad():  # an evaluation may be the first call
             for ddp in self._wrappers:
                 if not is_rebuilt(ddp):  # or graphs of another step may refer to its buckets
-                    left = self._rebuild(ddp)
+                    left = ""
+                    if not is_registrable(ddp):
+                        left = (
+                            "its communication hook was registered with the Reducer itself, and not by "
+                            "register_comm_hook"
+                        )
+                    elif not manages_all(ddp):
+                        left = "other parameters require gradients than when it was made"
+                    else:
+                        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                            kept = rebuild(ddp)
+                        if kept:
+                            left = (
+                                "something keeps the autograd graph of an earlier step alive, as its loss does "
+                                f"(parameter {kept[0]})"
+                            )
                     self._left = self._left or left
                 self.moved = not self._left
-
-    def _rebuild(self, ddp: DistributedDataParallel) -> str:
-        """Make a module's Reducer anew, on the stream of the captures. Return why that is not done, "" if it is."""
-        if not is_registrable(ddp):
-            return "its communication hook was registered with the Reducer itself, and not by register_comm_hook"
-        if not manages_all(ddp):
-            return "other parameters require gradients than when it was made"
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            kept = rebuild(ddp)
-        if not kept:
-            return ""
-        return f"something keeps the autograd graph of an earlier step alive, as its loss does (parameter {kept[0]})"
 
     @property
     def advice(self) -> str:
@@ -176,15 +182,6 @@ class Reducers:
     def idle(self) -> bool:
         """Whether the last backward has averaged all gradients, and did not raise before that."""
         return not self._incomplete and all(map(is_idle, self._wrappers))
-
-    def refuse_unfinished(self) -> None:
-        """Raise an `AmpkitError` if the last backward has not averaged all gradients."""
-        if not self.idle:
-            raise AmpkitError(
-                "DistributedDataParallel: the last step had no gradients for some parameters, as with layerdrop, where "
-                "the host leaves out layers by random draws. So no rank has averaged them. Torch needs "
-                "find_unused_parameters=True for that, and steps that leave out any are eager."
-            )
 
     def reset(self) -> None:
         """Let the next forward run, though a backward has raised. All graphs must be dropped. To be called by all ranks

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class _Carry(NamedTuple):
     of_module: bool
 
 
+@dataclass(eq=False)
 class Carried:
     """Has calls change tensors in place that they would replace, as in `self.center = 0.9 * self.center + x.mean()`.
 
@@ -30,11 +32,10 @@ class Carried:
     is left alone if a backward goes through its tensor into an earlier call, as `retain_graph=True` lets it.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._own: dict[Hashable, _Carry] = {}
-        self._judged: set[Hashable] = set()
-        self._with_gradient: set[Hashable] = set()  # places through whose tensors a backward of the call goes
+    _modules: Mapping[str, nn.Module]
+    _own: dict[Hashable, _Carry] = field(default_factory=dict)
+    _judged: set[Hashable] = field(default_factory=set)
+    _with_gradient: set[Hashable] = field(default_factory=set)  # places through whose tensors a backward goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
         """Return all places of tensors as they are now: those of modules, and those that variables lead to (`held`)."""

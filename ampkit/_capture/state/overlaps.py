@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,12 @@ class Writes:
         before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
         # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
-            values = {path: bits(tensor).clone() for path, (tensor, _) in before.items() if _is_compared(path, tensor)}
+            values: dict[str, Tensor] = {}
+            for path, (tensor, _) in before.items():
+                # Those of buffers, unless one is as large as a cache.
+                small = has_memory(tensor) and tensor.untyped_storage().nbytes() <= _MAX_COMPARED
+                if small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer["):
+                    values[path] = bits(tensor).clone()
         yield
         flags: dict[torch.device, dict[str, Tensor]] = {}
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():
@@ -40,37 +46,33 @@ class Writes:
                 elif path in values:
                     differs = (values.pop(path) != bits(tensor)).any()
                     flags.setdefault(tensor.device, {})[path] = differs
-            self._copies += [_FlagCopy(found, device) for device, found in flags.items()]
+            for device, found in flags.items():
+                copied, arrived = torch.stack(list(found.values())), None
+                if device.type == "cuda":
+                    pinned = torch.empty(len(found), dtype=torch.bool, pin_memory=True)
+                    copied, arrived = pinned.copy_(copied, non_blocking=True), torch.cuda.Event()
+                    arrived.record(torch.cuda.current_stream(device))
+                self._copies.append(_FlagCopy(list(found), copied, device, arrived))
         self.known = True
 
     def paths(self) -> set[str]:
         """Return the paths of the tensors that the calls have changed so far. Waits for the device."""
         for copy in self._copies:
-            self._paths |= copy.paths()
+            if copy.arrived is not None and not copy.arrived.query():
+                torch.cuda.synchronize(copy.device)
+            with without_dispatch_modes(), without_torch_function(), torch.no_grad():
+                self._paths |= {path for path, is_set in zip(copy.paths, copy.flags, strict=True) if bool(is_set)}
         self._copies = []
         return self._paths
 
 
-class _FlagCopy:
+class _FlagCopy(NamedTuple):
     """A copy of flags to the host, under way. To read them one by one is an error if the user has forbidden waits."""
 
-    def __init__(self, flags: dict[str, Tensor], device: torch.device) -> None:
-        self._names = list(flags)
-        self._flags = torch.stack(list(flags.values()))
-        self._arrived: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._device = device
-            pinned = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
-            self._flags = pinned.copy_(self._flags, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(device))
-
-    def paths(self) -> set[str]:
-        """Return the names whose flag is set."""
-        if self._arrived is not None and not self._arrived.query():
-            torch.cuda.synchronize(self._device)
-        with without_dispatch_modes(), without_torch_function(), torch.no_grad():
-            return {name for name, is_set in zip(self._names, self._flags, strict=True) if bool(is_set)}
+    paths: list[str]
+    flags: Tensor
+    device: torch.device  # that they are copied from
+    arrived: torch.cuda.Event | None  # None if they are on the host anyway
 
 
 def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) -> None:
@@ -110,12 +112,6 @@ def _memory(state: TrainingState) -> dict[str, Tensor]:
 def _version(tensor: Tensor) -> int | None:
     """Return the number of changes in place so far, None if torch does not count them for this tensor."""
     return None if tensor.is_inference() else version(tensor)
-
-
-def _is_compared(path: str, tensor: Tensor) -> bool:
-    """Return whether to compare a tensor's bits: those of a buffer, unless it is as large as a cache."""
-    small = tensor.untyped_storage().nbytes() <= _MAX_COMPARED if has_memory(tensor) else False
-    return small and not isinstance(tensor, nn.Parameter) and not path.startswith("optimizer[")
 
 
 _MAX_COMPARED = 2**26  # bytes

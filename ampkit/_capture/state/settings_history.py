@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..._torch.tensors.tensors import local_shard
 from .state import ATTRIBUTES, HOST_TENSORS, VARIABLES, Generation, Settings, TrainingState
 
 
@@ -74,8 +75,12 @@ class SettingsHistory:
             self._settings[number] = now.settings  # more attributes may be compared than were then
             return None
         old, new = None if before is None else before.settings, now.settings
-        if old is not None and self._state.has_own_gradients(old, new):
-            old = old._replace(gradients=new.gradients)  # calls of the step leave them so
+        if old is not None:
+            # Calls of the step leave tensors of ampkit's own as gradients, and take them away.
+            ours = {0, *(local_shard(tensor).data_ptr() for tensor in self._state.own.values())}
+            pairs = itertools.zip_longest(old.gradients, new.gradients, fillvalue=0)  # there may be none at all
+            if all(one == other or ours.issuperset((one, other)) for one, other in pairs):
+                old = old._replace(gradients=new.gradients)
         own = old == new and not replaced
         if not own or self._calls != _SECOND:  # what the second call finds is what most calls do
             self.number = next(self._numbers)

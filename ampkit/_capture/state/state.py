@@ -4,7 +4,7 @@ import gc
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ..._torch.optimizers import step_hooks
 from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
-from ..._torch.tensors.tensors import local_shard
 from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostValues
 from .bound import Bound, cells
@@ -69,9 +68,6 @@ class Kept:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kept) and self._tensors.keys() == other._tensors.keys() and not self.replaced_in(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._tensors))
 
     def replaced_in(self, new: "Kept") -> str:
         """Return the name of a tensor that is another one in `new`, "" if there is none. Others may have been added."""
@@ -213,12 +209,6 @@ class TrainingState(StateWatch[Generation]):
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound | self.carried.tensors(), self.modules)
-
-    def has_own_gradients(self, old: Settings, new: Settings) -> bool:
-        """Return whether all gradients that only one of the two has in their place are tensors of ampkit's own."""
-        own = {0, *(local_shard(tensor).data_ptr() for tensor in self.own.values())}
-        pairs = zip_longest(old.gradients, new.gradients, fillvalue=0)  # there may be none at all
-        return all(one == other or own.issuperset((one, other)) for one, other in pairs)
 
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""

@@ -293,25 +293,22 @@ class CompiledTrainingStep(TrainingStep):
         return why_not_updated(self._optimizer)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
-        if not self._why_update_not and self._layout is not None and self._updated():
+        is_done = False
+        if not self._why_update_not and self._layout is not None:
+            with self.groups.applied():  # moves step counts to the device
+                try:
+                    update = self._update.prepared(self._kept)
+                    if update is not None:  # else it cannot be done by compiled code in this call
+                        with nullcontext() if update.key in self._update.ready else self._compiling("the update"):
+                            self._update.run(update)
+                        is_done = True
+                except Exception as error:  # the whole function is compiled before it runs, so nothing has changed
+                    self._why_update_not = why_failed(error)
+                    self._say_problem(f"update, since {self._why_update_not}")
+        if is_done:
             return
         add_cast(list(self._kept.items()))
         super()._step_optimizer(prepared)
-
-    def _updated(self) -> bool:
-        """Do the update by compiled code. Return False if that cannot be done in this call."""
-        with self.groups.applied():  # moves step counts to the device
-            try:
-                update = self._update.prepared(self._kept)
-                if update is None:
-                    return False
-                with nullcontext() if update.key in self._update.ready else self._compiling("the update"):
-                    self._update.run(update)
-            except Exception as error:  # the whole function is compiled before it runs, so that nothing has changed
-                self._why_update_not = why_failed(error)
-                self._say_problem(f"update, since {self._why_update_not}")
-                return False
-        return True
 
     @contextmanager
     def _compiling(self, part: str) -> Iterator[None]:

@@ -109,11 +109,24 @@ class CompiledShards:
         ]
 
     def _call_outer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a module that communicates."""
-        if self._calls is None:
+        """Call a module that communicates. In a loss that is called again, return what the same call has returned."""
+        calls = self._calls
+        if calls is None or calls.within:
             return uncompiled_call(module, *args, **kwargs)
-        made = partial(uncompiled_call, module, *args, **kwargs)
-        return self._calls.make(made, lambda: self._snapshot(self._leaves))
+        if calls.left:
+            returned, after = calls.left.pop(0)
+            after.restore()
+            return returned
+        calls.within = True
+        try:
+            returned = uncompiled_call(module, *args, **kwargs)
+        except BaseException:
+            calls.has_raised = True
+            raise
+        finally:
+            calls.within = False
+        calls.made.append((returned, self._snapshot(self._leaves)))
+        return returned
 
     def _run(self, name: str, compiled: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a part of the model that communicates nothing."""
@@ -141,27 +154,8 @@ class _ModelCalls:
 
     made: list[tuple[Any, Snapshot]] = field(default_factory=list)  # what each has returned, and the state behind it
     left: list[tuple[Any, Snapshot]] = field(default_factory=list)  # those that are to return the same once more
-    _within: bool = False
+    within: bool = False  # whether one of them runs, which may call others
     has_raised: bool = False  # whether one of them has raised an error
-
-    def make(self, call: Callable[[], Any], snapshot: Callable[[], Snapshot]) -> Any:
-        """Return what the call returns, or has returned at this place."""
-        if self._within:
-            return call()
-        if self.left:
-            returned, after = self.left.pop(0)
-            after.restore()
-            return returned
-        self._within = True
-        try:
-            returned = call()
-        except BaseException:
-            self.has_raised = True
-            raise
-        finally:
-            self._within = False
-        self.made.append((returned, snapshot()))
-        return returned
 
 
 def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

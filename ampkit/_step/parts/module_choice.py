@@ -52,7 +52,8 @@ def _why_not(before: ModuleCall | None, call: ModuleCall, fewest: int) -> str:
             return next(iter(each.lines))
         if each.problems:
             return next(iter(each.problems))
-    if before is None or not before.is_like(call):
+    done = [(each.layout, each.gradients, each.operations) for each in (before, call) if each is not None]
+    if before is None or before.module is not call.module or done[0] != done[1]:
         layouts = [each.layout.spec.leaves for each in (before, call) if each is not None and each.layout is not None]
         for old, new in zip(*layouts, strict=False) if len(layouts) == 2 else ():
             constants = isinstance(old, Constant) and isinstance(new, Constant) and new.kind not in CAPTURED_AS_THEY_ARE

@@ -91,15 +91,6 @@ class ModuleCall:
             yield call
             call = call.parent
 
-    def is_like(self, other: "ModuleCall") -> bool:
-        """Return whether two calls, of two steps, have done the same."""
-        return (
-            self.module is other.module
-            and self.layout == other.layout
-            and self.gradients == other.gradients
-            and self.operations == other.operations
-        )
-
 
 class Survey:
     """Watches one training step, and finds out which calls of modules can be captured as a forward and a backward.
@@ -297,13 +288,9 @@ class Survey:
                 yield call
 
     def _run_engine(self, thread: int, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run autograd's engine. In this thread, look at each autograd graph before that."""
-        if threading.get_ident() == thread and not in_backward():  # checkpointing runs it in a backward
-            self._look_at_graph(outputs)
-        return engine(outputs, *args, **kwargs)
-
-    def _look_at_graph(self, outputs: Sequence[Any]) -> None:
-        """Look at how gradients get into the calls and out of them in a backward that begins with these outputs."""
+        """Run autograd's engine. In this thread, look before that at how gradients will get into the calls and out."""
+        if threading.get_ident() != thread or in_backward():  # checkpointing runs it in a backward
+            return engine(outputs, *args, **kwargs)
         nodes = {_key(node): node for node in graph_nodes(outputs)}
         owners = {key: set(self._owners(node)) for key, node in nodes.items()}
         for key, node in nodes.items():
@@ -318,6 +305,7 @@ class Survey:
                 for call in before - after:
                     if edge not in call._edges_out:
                         call.problems["a gradient gets into it through a tensor that is no output of it"] = None
+        return engine(outputs, *args, **kwargs)
 
 
 def _note_gradient(call: ModuleCall, number: int, gradient: Tensor) -> None:

@@ -153,8 +153,14 @@ class PartPasses(Passes):
         known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
             raise CaptureError("it returned other outputs than before.")
-        layouts = iter(self._gradients)
-        self.static = [_static(result, next(layouts)) for result in self.results if result.requires_grad]
+        self.static = [None] * len(self._gradients)
+        results = [result for result in self.results if result.requires_grad]
+        for i, (result, layout) in enumerate(zip(results, self._gradients, strict=True)):
+            if layout is not None:  # the output gets a gradient
+                stride, dtype, place = layout
+                like = torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device)
+                self.static[i] = static = empty_like(like, place)
+                once(static).zero_()
         self.has_backward = any(static is not None for static in self.static)
         for _ in range(passes):
             self.forward()
@@ -207,16 +213,6 @@ class GraphedPart(GraphedPasses):
                 with self.shared.aside():  # the stream of the nodes that the capture has made
                     found = part.gradients_for(given)
             return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
-
-
-def _static(result: Tensor, layout: GradientLayout | None) -> Tensor | None:
-    """Return memory for the gradient of an output; None if it gets no gradient."""
-    if layout is None:
-        return None
-    stride, dtype, place = layout
-    static = empty_like(torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device), place)
-    once(static).zero_()
-    return static
 
 
 def _fits(static: Tensor | None, grad: Tensor | None) -> bool:

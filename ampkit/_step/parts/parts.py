@@ -62,7 +62,7 @@ class Parts:
             module: {number: _GraphedModule(call, memory) for number, call in calls.items()}
             for module, calls in choice.calls.items()
         }
-        self._all = [part for parts in self._modules.values() for part in parts.values()]
+        self.all = [part for parts in self._modules.values() for part in parts.values()]
         self._runs = runs
         self._tables: list[dict[Any, Any]] = [vars(module) for module in runs.units]
         for module in self._modules:
@@ -102,13 +102,9 @@ class Parts:
             for number, part in parts.items()
         ]
 
-    def failures(self) -> dict[ModuleCall, str]:
-        """Return why some calls could not be captured."""
-        return {part.call: part.failure for part in self._all if part.failure}
-
     def reset(self) -> None:
         """Free the graphs. Waits for the device."""
-        for part in self._all:
+        for part in self.all:
             part.reset()
 
 

@@ -136,10 +136,12 @@ class StepSplitter(Splitter):
         words = [line for captured, _ in said for line in captured]
         updates, shares = 0, {}
         if words:
-            updates = self._update.graphs
+            report = self._update.report
+            updates = 0 if report is None else report.graphs
             words += self._update.words()
             words += [line for _, eager in said for line in eager]
-            shares = max(splits, key=lambda split: split.calls).shares()
+            most = max(splits, key=lambda split: split.calls)
+            shares = {} if most.parts is None else most.shares.by_part("eager")  # sync: waits for the measured calls
         words += [f"not in parts: {reason}" for reason in self._why_not]
         return {
             "parts": tuple(part for split in splits if split.parts is not None for part in split.parts.reports()),
@@ -152,7 +154,8 @@ class StepSplitter(Splitter):
     def nbytes(self) -> int:
         """Bytes that the graphs take."""
         parts = [split.parts for split in list(self._splits.values()) if split.parts is not None]
-        return self._update.nbytes + sum(each.memory.nbytes for each in parts)
+        report = self._update.report
+        return (0 if report is None else report.bytes) + sum(each.memory.nbytes for each in parts)
 
     def close(self) -> None:
         """Release what is captured."""
@@ -190,7 +193,7 @@ class Split:
         self._choice: Choice | None = None
         self.parts: Parts | None = None  # made when it is known what to capture
         self.calls = 0  # that were done in parts
-        self._shares = Shares(self.clock)
+        self.shares = Shares(self.clock)  # how the time of a call is shared, see `Report`
         self._said = False
         self.refusal = ""  # why its calls are eager, "" if they are done in parts, or may be
 
@@ -216,7 +219,7 @@ class Split:
         settled = phase.last and not self._surveys and self._update.is_settled
         timed = settled and self._is_timed and self._in_parts.wanted
         # Where the parts are not given up. The marks inside of a call would lengthen it.
-        shares = self._shares if settled and not timed and self._shares.wanted else None
+        shares = self.shares if settled and not timed and self.shares.wanted else None
         start = self.clock.now() if timed else None
         if shares is not None:
             shares.begin()
@@ -224,12 +227,14 @@ class Split:
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
         with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
             outputs = self._update.done(phase, outputs)
-        if self._surveys and not (failed := self.parts.failures()):
-            self._surveys.clear()
-        elif self._surveys:  # the modules inside of those that could not be captured are worth a try
-            self._failed |= failed
-            self.reset()
-            self._choose()
+        if self._surveys:
+            failed = {part.call: part.failure for part in self.parts.all if part.failure}
+            if failed:  # the modules inside of those that could not be captured are worth a try
+                self._failed |= failed
+                self.reset()
+                self._choose()
+            else:
+                self._surveys.clear()
         self.calls += 1
         self._check_that_something_is_captured()
         if shares is not None:
@@ -311,10 +316,6 @@ class Split:
             what = f"{', and '.join([', '.join(named[:-1]), named[-1]])} each get graphs of their own"
         why = "" if self._choice.calls else f": {self._no_module()}"
         return f"{what}, and the rest stays eager{why}. report() says what was captured."
-
-    def shares(self) -> dict[str, float]:
-        """Return how the time of a call is shared, see `Report`. Sync: waits for the calls that were measured."""
-        return {} if self.parts is None else self._shares.by_part("eager")
 
     def words(self) -> tuple[list[str], list[str]]:
         """Return in words what is captured; and what is not, and which calls of captured modules were not replayed."""

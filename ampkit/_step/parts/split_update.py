@@ -6,6 +6,7 @@ from typing import Any
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.options import Options
 from ..._capture.engine.session import Session
+from ..._capture.graph.report import Report
 from ..._capture.state.state import TrainingState
 from ..training_step import PartOfStep, Phase, TrainingStep
 
@@ -15,7 +16,7 @@ UPDATE = "the update of the parameters"
 class WithinFunction:
     """The updates of a function that calls its optimizers itself. Stands for a `CapturedUpdate`, and does nothing."""
 
-    name, is_settled, graphs, nbytes = "", True, 0, 0  # no part of its own
+    name, is_settled, report = "", True, None  # no part of its own
     why_eager = "and the optimizers that a function calls are not captured by themselves"
 
     def done(self, phase: Phase, outputs: Any) -> Any:
@@ -76,20 +77,15 @@ class CapturedUpdate:
         return refusal and f"nor can {UPDATE}: {refusal}"
 
     @property
-    def graphs(self) -> int:
-        """How many graphs it has."""
-        return 0 if self._engine is None else self._engine.report().graphs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that they take."""
-        return 0 if self._engine is None else self._engine.report().bytes
+    def report(self) -> Report | None:
+        """What happened to it so far, None if it was never called."""
+        return None if self._engine is None else self._engine.report()
 
     def words(self) -> list[str]:
         """Return in words what is captured of it."""
-        if self._engine is None:
+        report = self.report
+        if report is None:
             return []
-        report = self._engine.report()
         if report.graphs:
             return [f"{UPDATE} is one graph"]
         return [f"{UPDATE} is eager{f': {report.failure}' if report.failure else ''}"]

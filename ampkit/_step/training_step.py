@@ -176,8 +176,11 @@ class TrainingStep:
 
         The tensors in the output are the caller's own.
         """
-        part = self._run(phase, args, kwargs, nullcontext(), steps=phase.last)
-        out = part.output  # `loss_fn` may have kept the loss and aux
+        return self._own(self._run(phase, args, kwargs, nullcontext(), steps=phase.last))
+
+    def _own(self, part: PartOfStep) -> PartOfStep:
+        """Copy the outputs that are not the caller's alone: `loss_fn` may have kept the loss and aux."""
+        out = part.output
         skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
         aux = None if out.aux is None else copied(out.aux)
         return part._replace(output=out._replace(loss=out.loss.clone(), aux=aux, skipped=skipped))
@@ -254,10 +257,7 @@ class TrainingStep:
                 for wrapper in without_sync:
                     stack.enter_context(wrapper.no_sync())
                 with weights, observed, self._around():
-                    loss, aux = self._forward(args, kwargs)
-                    self._working.begin(
-                        self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
-                    ).backward()
+                    loss, aux = self._forward_and_backward(args, kwargs)
             prepared = None
             if phase.last and self.place.behind and not steps and can_be_prepared(self._optimizer):
                 # The optimizer steps behind the call, and unscaling and clipping can be done apart from that.
@@ -306,6 +306,12 @@ class TrainingStep:
             for gone in known.values() - self._numbered.keys():
                 self.gradients.pop(_name(gone), None)
         return self._numbered
+
+    def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, aux = self._forward(args, kwargs)
+        scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
+        self._working.begin(scaled).backward()
+        return loss, aux
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         finds_casts = self._finds_casts and not self.ranks.sharded

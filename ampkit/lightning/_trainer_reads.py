@@ -105,7 +105,7 @@ def _watched(owner: Any, name: str, on_read: _OnRead) -> _Watched:
         original = property(
             lambda other: vars(other)[name], lambda other, value: operator.setitem(vars(other), name, value)
         )
-    called = original.fget if isinstance(original, property) else original
+    called: Any = original.fget if isinstance(original, property) else original
 
     @functools.wraps(called)
     def call(other: Any, *args: Any, **kwargs: Any) -> Any:

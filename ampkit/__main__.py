@@ -51,7 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     This function raises nothing. It prints each error to standard error. `_commands/output.py` lists the exit codes.
     """
     try:
-        args = _arguments(argv)
+        parser = Parser(
+            prog="python -m ampkit", epilog=exit_codes("the command found something bad, which its own help describes")
+        )
+        parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
+        commands = parser.add_subparsers(required=True, metavar="command")
+        for add in (add_bench, _add_doctor, add_trace, _add_ops, _add_explain, _add_env):
+            add(commands)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.argv = sys.argv[1:] if argv is None else argv
     except SystemExit as ended:  # of --help, of --version, or after a message about wrong arguments
         return int(ended.code or DONE)
     try:
@@ -59,21 +69,6 @@ def main(argv: list[str] | None = None) -> int:
             return args.run(args, output)  # type: ignore[no-any-return]  # each runner returns its exit code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return _ended_by(error, args.parser.prog)
-
-
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m ampkit", epilog=exit_codes("the command found something bad, which its own help describes")
-    )
-    parser.add_argument("--version", action="version", version=f"ampkit {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (add_bench, _add_doctor, add_trace, _add_ops, _add_explain, _add_env):
-        add(commands)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.argv = sys.argv[1:] if argv is None else argv
-    return args
 
 
 def _ended_by(error: BaseException, command: str) -> int:

@@ -208,7 +208,14 @@ class UserLineFinder:
                 made = map(_STACK_ENTRY.match, stack if isinstance(stack, _UsersStack) else stack[self._callers :])
                 if line := innermost_users_line([(match[1], int(match[2])) for match in made if match]):
                     return SourceLocation(line, backward=True)
-            inside = inside or _short(frame)
+            if inside:
+                continue
+            filename = frame.f_code.co_filename
+            folder = next((folder for folder in NOT_THE_USERS if filename.startswith(folder)), None)
+            # Some code tells no more than the line that called it.
+            tells_more = filename not in _WRAPPERS and Path(filename).stem not in _TELL_NO_MORE
+            if folder is not None and tells_more:  # such as `torch/optim/adam.py:345`
+                inside = f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"
         return None if self._skip_torch else SourceLocation(inside=inside)
 
     def note_lines_alone(self, undo: Undo) -> None:
@@ -293,12 +300,3 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 def line_text(filename: str, number: int) -> str:
     """Return `file:line: source`."""
     return f"{filename}:{number}: `{linecache.getline(filename, number).strip()}`"
-
-
-def _short(frame: FrameType) -> str:
-    """Return `torch/optim/adam.py:345`, "" for code that tells no more than the line that called it."""
-    filename = frame.f_code.co_filename
-    folder = next((folder for folder in NOT_THE_USERS if filename.startswith(folder)), None)
-    if folder is None or filename in _WRAPPERS or Path(filename).stem in _TELL_NO_MORE:
-        return ""
-    return f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"

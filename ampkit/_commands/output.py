@@ -3,8 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -102,7 +101,13 @@ class Output:
 
     def __enter__(self) -> "Output":
         if self._json == STDOUT:
-            self._redirected.enter_context(_stdout_to_stderr())
+            # Redirected is also the output of child processes and C++ code.
+            print(end="", flush=True)
+            kept = os.dup(1)
+            os.dup2(2, 1)
+            self._redirected.callback(os.close, kept)
+            self._redirected.callback(os.dup2, kept, 1)
+            self._redirected.enter_context(redirect_stdout(sys.stderr))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -140,17 +145,3 @@ class Output:
         finally:  # if the file can no longer be written, the text is still printed
             if self._json != STDOUT:
                 print(text)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Context that redirects standard output to standard error, also that of child processes and C++ code."""
-    print(end="", flush=True)
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -15,6 +15,7 @@ from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
+from .._capture.graph.timing import Clock
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
@@ -242,7 +243,7 @@ class GraphedStep(GraphOwner):
         self._scan = Scan(engine, step, slices, optimizer, schedule, buckets)
         self._whole_window = WholeWindow(engine, step, slices, buckets)
         self._buckets = buckets
-        self._metrics = StepMetrics(engine, step.scaler, step.device)
+        self._metrics = StepMetrics(engine, step.scaler, Clock(step.device if step.device.type == "cuda" else None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do one step with this batch; with `accumulate`, one micro-batch of it.

@@ -1,9 +1,9 @@
 """Figures of a step for a logger, read without a wait: copies of tensors on the device, and what the host knows."""
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._capture.engine.engine import Engine
@@ -11,16 +11,16 @@ from .._capture.graph.timing import Clock, milliseconds
 from .._optimizer.scaler import GradScaler
 
 
+@dataclass(eq=False)
 class StepMetrics:
     """Reads the figures of a step, and measures the time per call from one reading to the next."""
 
-    def __init__(self, engine: Engine, scaler: GradScaler, device: torch.device) -> None:
-        self._engine = engine
-        self._scaler = scaler
-        self._clock = Clock(device if device.type == "cuda" else None)
-        self._past: tuple[Any, int] | None = None  # the newest mark of a reading that the device has reached, and calls
-        self._ahead: deque[tuple[Any, int]] = deque()  # the later ones
-        self._ms: float | None = None
+    _engine: Engine
+    _scaler: GradScaler
+    _clock: Clock
+    _past: tuple[Any, int] | None = None  # the newest mark of a reading that the device has reached, and calls
+    _ahead: deque[tuple[Any, int]] = field(default_factory=deque)  # the later ones
+    _ms: float | None = None
 
     def figures(self) -> dict[str, Tensor | float]:
         """Return the figures by name, see `GraphedStep.metrics`. To be called in the step's turn. Sync: none."""

@@ -1,6 +1,7 @@
 """The window of micro-batches that make up one optimizer step: how far it is, and what is done at its end."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,6 @@ from torch import Tensor
 from .._capture.engine.fallback import StepDoneError
 from .._capture.keys.key import Part
 from .._errors import CaptureError, InputMismatch
-from .._optimizer.scaler import GradScaler
-from .observer import Observer
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
 
@@ -26,6 +25,7 @@ class NoStepError(Exception):
     """The call has done no part of a step, so that the window stays as it was before."""
 
 
+@dataclass(eq=False)
 class Window:
     """Does one micro-batch per call, and knows how far the window is.
 
@@ -41,22 +41,15 @@ class Window:
         accumulated: numbers of the parameters that have a gradient from these.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., PartOfStep],
-        run: Callable[..., Any],
-        step: TrainingStep,
-        size: int,
-        after: Callable[[], object] | None = None,
-    ) -> None:
-        self.call, self.after = call, after
-        self._run, self._step, self._size = run, step, size
-        self._scaler: GradScaler = step.scaler
-        self._observer: Observer | None = step.observer
-        self.count = 0
-        self.accumulated: tuple[int, ...] = ()
-        self._phase = Phase(True, ())  # of the last call
-        self._observed: bool | None = None  # whether the observer measures in this window; None before it was asked
+    call: Callable[..., PartOfStep]
+    _run: Callable[..., Any]
+    _step: TrainingStep
+    _size: int
+    after: Callable[[], object] | None = None
+    count: int = 0
+    accumulated: tuple[int, ...] = ()
+    _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
+    _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
     def run(
         self,
@@ -104,7 +97,7 @@ class Window:
     def observes(self) -> bool:
         """Return whether the observer measures in the window that is open, or else in the one to come."""
         if self._observed is None:
-            self._observed = self._observer is not None and self._observer.begin()
+            self._observed = self._step.observer is not None and self._step.observer.begin()
         return self._observed
 
     def drop(self) -> None:
@@ -115,7 +108,7 @@ class Window:
     def launched(self, grad_norm: Tensor | None, windows: int) -> None:
         """Take note that one launch did this many windows. The scheduler was stepped ahead of it."""
         torch.clear_autocast_cache()
-        for _ in range(windows if self._scaler.is_enabled() else 1):
+        for _ in range(windows if self._step.scaler.is_enabled() else 1):
             self._told(grad_norm)
 
     def flush(self, reason: str) -> tuple[Tensor | None, Tensor] | None:
@@ -142,9 +135,10 @@ class Window:
 
     def _told(self, grad_norm: Tensor | None) -> None:
         """Tell scaler and observer of an optimizer step."""
+        scaler, observer = self._step.scaler, self._step.observer
         # A capture leaves tensors there that lie in the memory of one graph. Replays of other graphs do not write them.
-        self._scaler.grad_norm, self._scaler.found_inf = grad_norm, None
-        if self._scaler.is_enabled():
-            self._scaler.watch_skips()
-        if self._observer is not None:
-            self._observer.stepped(self._scaler.skipped)
+        scaler.grad_norm, scaler.found_inf = grad_norm, None
+        if scaler.is_enabled():
+            scaler.watch_skips()
+        if observer is not None:
+            observer.stepped(scaler.skipped)

@@ -61,9 +61,18 @@ class HostReads:
 
     def __init__(self, module: LightningModule, method: str = "training_step") -> None:
         readers: dict[str, str] = {}  # by attribute, which of the functions reads it
-        for function in _reached(type(module), method):
-            for attribute in _attributes(function.__code__):
-                readers.setdefault(attribute, function.__qualname__)
+        # The functions that the step may call are those whose name it reads, and so on, itself first. An attribute of
+        # any object counts, since bytecode does not say whose it is.
+        classes = [parent for parent in type(module).__mro__ if parent not in LightningModule.__mro__]
+        to_search, seen = [method], {method}
+        while to_search:
+            name = to_search.pop()
+            for function in filter(None, (_function(vars(parent).get(name)) for parent in classes)):
+                found = dict.fromkeys(_attributes(function.__code__))
+                for attribute in found:
+                    readers.setdefault(attribute, function.__qualname__)
+                to_search += [attribute for attribute in found if attribute not in seen]
+                seen.update(found)
         self.problem: Problem | None = None  # a value that is read, that changes in every call and would be frozen
         changing = next((name for name in ADVICE if name in readers), None)
         if changing is not None:
@@ -211,22 +220,6 @@ _ARITHMETIC = "add sub mul truediv floordiv mod divmod pow lshift rshift and or 
 _OTHERS = "eq ne lt le gt ge bool int float index neg pos abs invert round hash repr str format"
 for _name in (*_OTHERS.split(), *_ARITHMETIC.split(), *(f"r{word}" for word in _ARITHMETIC.split())):
     setattr(BatchIndex, f"__{_name}__", partialmethod(BatchIndex._use, getattr(int, f"__{_name}__")))
-
-
-def _reached(cls: type, method: str) -> Iterator[Any]:
-    """Yield the functions of a class that a method may call: those whose name it reads, and so on, itself first.
-
-    An attribute of any object counts, since bytecode does not say whose it is.
-    """
-    classes = [parent for parent in cls.__mro__ if parent not in LightningModule.__mro__]
-    to_search, seen = [method], {method}
-    while to_search:
-        name = to_search.pop()
-        for function in filter(None, (_function(vars(parent).get(name)) for parent in classes)):
-            yield function
-            found = dict.fromkeys(_attributes(function.__code__))
-            to_search += [attribute for attribute in found if attribute not in seen]
-            seen.update(found)
 
 
 def _function(member: Any) -> Any:

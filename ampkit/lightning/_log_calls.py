@@ -96,15 +96,15 @@ class _LogRecorder:
         self.calls.append(LogCall(name, value, args, kwargs))
 
 
+@dataclass(eq=False)
 class LogForwarder:
     """Makes recorded calls of `module.log`, after the step."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, on_step: bool) -> None:
-        self._module = module
-        self._on_step = on_step  # whether Lightning takes the value of each batch if `self.log` does not say
-        self._device = device
-        self._constants: dict[float, Tensor] = {}  # tensors on the device, by the number that they contain
-        self._warned = device.type != "cuda"  # elsewhere reading a value waits for nothing
+    _module: nn.Module
+    _device: torch.device
+    on_step: bool  # whether Lightning takes the value of each batch if `self.log` does not say
+    _constants: dict[float, Tensor] = field(default_factory=dict)  # on the device, by the number that they contain
+    _warned: bool = False
 
     def __call__(self, log_calls: list[LogCall]) -> None:
         """Call `module.log`; warn once if Lightning will read the value from the device for each batch."""
@@ -119,7 +119,8 @@ class LogForwarder:
                     if len(self._constants) < _MAX_CONSTANTS:
                         self._constants[value] = tensor
                 value = tensor
-            if not self._warned and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
+            warns = not self._warned and self._device.type == "cuda"  # elsewhere reading a value waits for nothing
+            if warns and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
                 self._warned = True
                 warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
             self._module.log(name, value, *args, **kwargs)  # type: ignore[operator]  # a LightningModule's
@@ -128,7 +129,7 @@ class LogForwarder:
         self, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None, *_: Any, **__: Any
     ) -> bool:
         """Return whether Lightning reads the value of each batch. Takes the arguments of `self.log` after the value."""
-        return prog_bar and (self._on_step if on_step is None else on_step)
+        return prog_bar and (self.on_step if on_step is None else on_step)
 
 
 @dataclass(eq=False)

@@ -106,7 +106,13 @@ class _PendingStatistics:
             self._copied.synchronize()
         values = dict(zip(self._names, self._values.tolist(), strict=True))
         if self._interval is not None:
-            seconds = max(self._interval.end.seconds_since(self._interval.start), 1e-9)
+            start, end = self._interval.start, self._interval.end
+            if end.event is None or start.event is None:
+                seconds = end.seconds - start.seconds
+            else:
+                end.event.synchronize()
+                seconds = start.event.elapsed_time(end.event) / 1000
+            seconds = max(seconds, 1e-9)
             values["samples_per_second"] = self._interval.samples / seconds
             if self._interval.batches:
                 values["ms_per_step"] = 1000 * seconds / self._interval.batches
@@ -118,12 +124,6 @@ class _Timestamp:
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._seconds = math.nan if self.event else time.perf_counter()
+        self.seconds = math.nan if self.event else time.perf_counter()
         if self.event is not None:
             self.event.record(torch.cuda.current_stream(device))
-
-    def seconds_since(self, before: "_Timestamp") -> float:
-        if self.event is None or before.event is None:
-            return self._seconds - before._seconds
-        self.event.synchronize()
-        return float(before.event.elapsed_time(self.event)) / 1000

@@ -49,8 +49,10 @@ class TrainerReads:
         named = [*((trainer, name) for name in _OF_TRAINER), (trainer.strategy, "optimizers")]
         properties = [each for each in named if isinstance(getattr(type(each[0]), each[1], None), property)]
         loops = [(trainer, name) for name in _LOOPS]
-        self._watched = [_watched_property(owner, name, self._on_read) for owner, name in properties + loops]
-        self._watched += [_watched_method(module, name, self._on_read) for name in _OF_MODULE]
+        self._watched = [
+            _watched(owner, name, self._on_read)
+            for owner, name in (*properties, *loops, *((module, name) for name in _OF_MODULE))
+        ]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -95,29 +97,21 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _watched_property(owner: Any, name: str, on_read: _OnRead) -> _Watched:
-    """Watch a property of an object's class, or what the object has in its `__dict__`: a property comes before that."""
+def _watched(owner: Any, name: str, on_read: _OnRead) -> _Watched:
+    """Watch a method or a property of an object's class, or what the object has in its `__dict__`: a property comes
+    before that."""
     original: Any = getattr(type(owner), name, None)
-    if not isinstance(original, property):
+    if not callable(original) and not isinstance(original, property):
         original = property(
             lambda other: vars(other)[name], lambda other, value: operator.setitem(vars(other), name, value)
         )
+    called: Any = original.fget if isinstance(original, property) else original
 
-    def get(other: Any) -> Any:
-        if other is owner and not torch.compiler.is_compiling():
-            on_read(name, sys._getframe(1))
-        return original.fget(other)
-
-    return type(owner), name, property(get, original.fset, original.fdel)
-
-
-def _watched_method(owner: Any, name: str, on_read: _OnRead) -> _Watched:
-    original: Any = getattr(type(owner), name)
-
-    @functools.wraps(original)
+    @functools.wraps(called)
     def call(other: Any, *args: Any, **kwargs: Any) -> Any:
         if other is owner and not torch.compiler.is_compiling():
             on_read(name, sys._getframe(1))
-        return original(other, *args, **kwargs)
+        return called(other, *args, **kwargs)
 
-    return type(owner), name, call
+    watched = property(call, original.fset, original.fdel) if isinstance(original, property) else call
+    return type(owner), name, watched

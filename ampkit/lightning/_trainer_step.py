@@ -124,7 +124,7 @@ class TrainerStep:
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
-        self._window = Window(self._guarded_call, self._engine.run, self._step, size=1)
+        self._window = Window(self._guarded_call, self._engine.run, self._step, 1)
         self._divisor = 1  # of the loss
         self._logged_numbers = _log_calls.LoggedNumbers("training_step")
         self._problem = ""  # found in the calls that are checked

@@ -23,7 +23,6 @@ from ..._torch.ranks.reducer import (
     peculiarity,
     rebuild,
     reset,
-    searches,
     stop_clocks,
 )
 from ..._undo import Undo, replace
@@ -67,7 +66,10 @@ class Reducers:
         self._wrappers = wrappers
         # Those that look in each step which parameters are used (`find_unused_parameters=True`). They look for these in
         # the graph of their outputs, so that no copies may be there in their place.
-        self.searching: list[DistributedDataParallel] = list(filter(searches, wrappers))
+        # Those whose Reducer looks in each step which parameters are used.
+        self.searching: list[DistributedDataParallel] = [
+            ddp for ddp in wrappers if ddp.find_unused_parameters and not ddp.static_graph
+        ]
         self.stream: torch.cuda.Stream | None = None  # where steps are captured; None if graphs are emulated
         self.moved: bool = False  # whether gradients are accumulated there
         self._left = ""  # why they are not

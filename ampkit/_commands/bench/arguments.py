@@ -36,7 +36,20 @@ def add_bench(commands: Any) -> None:
     )
     _add_subject(bench.add_argument_group("what to train"))
     _add_measurement(bench.add_argument_group("how to measure"))
-    _add_results(bench.add_argument_group("results"))
+    results = bench.add_argument_group("results")
+    results.add_argument(
+        "--json",
+        type=json_file,
+        metavar="FILE",
+        help="write the figures to this file; -: print them instead of the table",
+    )
+    results.add_argument(
+        "--read",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing; show files that --json wrote, with --model, --batch or --variants only these of them",
+    )
     bench.set_defaults(run=_run_bench, parser=bench)
 
 
@@ -88,22 +101,6 @@ def _add_measurement(how: Any) -> None:
         type=Path,
         metavar="FOLDER",
         help="keep compiled code there, for later runs; set-up times are then no longer those of a first run",
-    )
-
-
-def _add_results(out: Any) -> None:
-    out.add_argument(
-        "--json",
-        type=json_file,
-        metavar="FILE",
-        help="write the figures to this file; -: print them instead of the table",
-    )
-    out.add_argument(
-        "--read",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing; show files that --json wrote, with --model, --batch or --variants only these of them",
     )
 
 

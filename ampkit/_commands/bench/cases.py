@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,27 +76,21 @@ def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "p
         return leaf.pin_memory() if device.type == "cuda" else leaf
 
     batches = [_map_leaves(leaf_ready, batch) for batch in case.batches]
-    return replace(case, batches=batches, decode=_decoder(images, dtype, device) if images else None)
+    decode = None
+    if images:  # normalise them, each with one kernel, to images in channels_last
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+        scale, shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
+        decode = functools.partial(
+            _map_leaves,
+            lambda i, leaf: torch.addcmul(shift, leaf.permute(0, 3, 1, 2), scale) if i in images else leaf,
+        )
+    return replace(case, batches=batches, decode=decode)
 
 
 def _map_leaves(fn: Callable[[int, Any], Any], batch: Batch) -> Batch:
     leaves, tree = tree_flatten(batch)
     mapped: Batch = tree_unflatten([fn(i, leaf) for i, leaf in enumerate(leaves)], tree)
     return mapped
-
-
-def _decoder(images: Collection[int], dtype: torch.dtype, device: torch.device) -> Callable[[Batch], Batch]:
-    """Return a function that normalises the leaves of a batch that are uint8 images, each with one kernel.
-
-    The normalised images are in channels_last.
-    """
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    scale, shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
-
-    def decoded(i: int, leaf: Any) -> Any:
-        return torch.addcmul(shift, leaf.permute(0, 3, 1, 2), scale) if i in images else leaf
-
-    return functools.partial(_map_leaves, decoded)
 
 
 Maker = Callable[..., Case]  # maker(batch_size, *, seed, count): the seed of weights and data, the number of batches
@@ -208,11 +202,13 @@ class GPT(nn.Module):
 
 
 def _language(batch: int, *, seed: int = 0, count: int = 4) -> Case:
-    def draw(generator: torch.Generator) -> Batch:
-        # Small numbers are more frequent than large ones, as some words are, so that there is something to learn.
-        return tuple((torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long() for _ in range(2))
-
-    return _case(GPT, draw, seed, count)
+    # Small numbers are more frequent than large ones, as some words are, so that there is something to learn.
+    return _case(
+        GPT,
+        lambda generator: tuple((torch.rand(batch, TOKENS, generator=generator) ** 8 * WORDS).long() for _ in range(2)),
+        seed,
+        count,
+    )
 
 
 CASES: dict[str, Maker] = {

@@ -81,7 +81,8 @@ class Expectations:
 
     def __init__(self, case: Case, setting: Setting, plan: Plan, notes: list[str]) -> None:
         self._case, self._setting, self._plan, self._notes = case, setting, plan, notes
-        self._known = {True: self._run(True)}
+        self._known: dict[bool, Expected | None] = {}
+        self.of(True)
 
     def of(self, whole: bool) -> Expected | None:
         """Return the expected losses, None if training failed.
@@ -89,11 +90,9 @@ class Expectations:
         They are those of a step with clipping and schedule on all batches, or of one without on the first batch. The
         first call trains. It frees all memory afterwards, so no variant may exist then.
         """
-        if whole not in self._known:
-            self._known[whole] = self._run(whole)
-        return self._known[whole]
-
-    def _run(self, whole: bool) -> Expected | None:
+        if whole in self._known:
+            return self._known[whole]
+        self._known[whole] = None
         try:
             runs = [self._losses(whole, nudged) for nudged in range(1 + NUDGED_RUNS)]
         except Exception as error:
@@ -102,7 +101,9 @@ class Expectations:
             return None
         finally:
             clean_up(self._setting.device)
-        return Expected.of(runs, TOLERANCE[self._setting.policy.compute], self._session(whole).ends)
+        floor = TOLERANCE[self._setting.policy.compute]
+        known = self._known[whole] = Expected.of(runs, floor, self._session(whole).ends)
+        return known
 
     def _losses(self, whole: bool, nudged: int) -> list[float]:
         case, compute = self._case, self._setting.policy.compute

@@ -233,6 +233,7 @@ def has_lightning() -> bool:
 def _lightning(case: Case, setting: Setting) -> Loop:
     """A Lightning Trainer with ampkit's callback and the same input."""
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import LambdaCallback
 
     AmpkitCallback = importlib.import_module("ampkit.lightning").AmpkitCallback  # noqa: N806 - a class
     policy, device = setting.policy, setting.device
@@ -251,20 +252,14 @@ def _lightning(case: Case, setting: Setting) -> Loop:
             optimizer = case.optimizer(self.net.parameters(), fused=True)
             return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, setting.schedule), "interval": "step"}]
 
-    class Losses(pl.Callback):
-        def __init__(self, on_loss: OnLoss) -> None:
-            self._on_loss = on_loss
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            self._on_loss(outputs["loss"])
-
     def train(batches: Iterable[Batch], on_loss: OnLoss) -> None:
+        losses = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: on_loss(outputs["loss"]))
         trainer = pl.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1 if device.index is None else [device.index],
             max_epochs=1,
             gradient_clip_val=MAX_NORM,
-            callbacks=[Losses(on_loss), callback],
+            callbacks=[losses, callback],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

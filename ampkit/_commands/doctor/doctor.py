@@ -6,7 +6,7 @@ import linecache
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..._capture.graph.report import Report, shares_text
-from ..._capture.host.constants import HostConstant
 from ..._errors import UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model
@@ -269,7 +268,14 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     constants = () if report is None else report.constants
     diagnosis.figures["constants"] = [each._asdict() for each in constants]
     if not in_the_way:
-        diagnosis.notes += [f"graphed_step captures {possible}.", *_constants_text(constants)]
+        diagnosis.notes.append(f"graphed_step captures {possible}.")
+        values = [each for each in constants if not each.is_code]  # of functions and modules only how many
+        texts = ((each.path, each.value, each.not_compared) for each in values[:_NAMED])
+        named = [f"{path} ({f'not compared: {why}' if why else value})" for path, value, why in texts]
+        more = len(constants) - len(named)
+        rest = f" and {more} more, which step.constants() lists" if more else ""
+        if named:
+            diagnosis.notes.append(f"Its graphs hold what it reads on the host: {', '.join(named)}{rest}.")
         return
     split = report if report is not None and (report.parts or report.updates) else None
     diagnosis.figures["outcome"] = "eager" if split is None else "in parts"
@@ -285,16 +291,6 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
             diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
     them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
     diagnosis.notes.append(f"graphed_step captures {captured}Without {them} it captures {possible}.")
-
-
-def _constants_text(constants: Sequence[HostConstant]) -> list[str]:
-    """Return in a sentence which values of the host graphs would hold; of functions and modules only how many."""
-    values = [each for each in constants if not each.is_code]
-    texts = ((each.path, each.value, each.not_compared) for each in values[:_NAMED])
-    named = [f"{path} ({f'not compared: {why}' if why else value})" for path, value, why in texts]
-    more = len(constants) - len(named)
-    rest = f" and {more} more, which step.constants() lists" if more else ""
-    return [f"Its graphs hold what it reads on the host: {', '.join(named)}{rest}."] if named else []
 
 
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import FileIO
 from operator import length_hint
 from pathlib import Path
@@ -62,15 +63,15 @@ def execution_trace() -> Iterator["ExecutionTrace"]:
         trace.read()
 
 
+@dataclass(eq=False)
 class ExecutionTrace:
     """What the observer writes between a begin and an end."""
 
-    def __init__(self) -> None:
-        self.begun = False  # whether it writes
-        self.text = ""  # the operations as JSON, once it has ended
-        self._observer: _OperationObserver | None = None
-        self._alone = len(sys._current_frames()) == 1  # no other thread
-        self._ends = iter((_disable_trace,))
+    begun: bool = False  # whether it writes
+    text: str = ""  # the operations as JSON, once it has ended
+    _observer: "_OperationObserver | None" = None
+    _alone: bool = field(default_factory=lambda: len(sys._current_frames()) == 1)  # no other thread
+    _ends: Iterator[Callable[[], object]] = field(default_factory=lambda: iter((_disable_trace,)))
 
     def begin(self) -> None:
         """Begin to write, if that can be done."""

@@ -57,17 +57,16 @@ def milliseconds_of(function: Callable[[], object]) -> float | None:
     if (time.perf_counter() - begun) * 1e3 / REPEATS > LONG_MS:
         return None
     host_ms = (launched - begun) * 1e3 / REPEATS
-    return min((found for found in (_timed(function, host_ms) for _ in range(REPEATS)) if found), default=None)
-
-
-def _timed(function: Callable[[], object], host_ms: float) -> float | None:
-    """Return the milliseconds per call, of calls that each take the host `host_ms`; None if the host was too slow."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(int(2 * host_ms * CALLS * _CYCLES_PER_MS))
-    start.record()
-    for _ in range(CALLS):
-        function()
-    late = start.query()
-    end.record()
-    end.synchronize()
-    return None if late else start.elapsed_time(end) / CALLS
+    found = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(2 * host_ms * CALLS * _CYCLES_PER_MS))
+        start.record()
+        for _ in range(CALLS):
+            function()
+        late = start.query()  # the host was too slow
+        end.record()
+        end.synchronize()
+        if not late:
+            found.append(start.elapsed_time(end) / CALLS)
+    return min(filter(None, found), default=None)

@@ -7,6 +7,7 @@ graph would go on with the old one, which may be freed. Nothing tells that a gen
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from ..guard import private
 _CUDNN_RNN = private(torch.ops.aten, "_cudnn_rnn").default
 
 
+@dataclass(eq=False)
 class RnnDropout:
     """Notices when cuDNN's dropout begins anew. It changes nothing."""
 
-    def __init__(self) -> None:
-        self.device: torch.device | None = None  # of the modules with such a dropout, if there are any
-        self.times: int = 0  # how often it has begun anew, or another state was put in its place
-        self._address = 0  # of the state, 0 if it is not known
-        self._probe: nn.Module | None = None
+    device: torch.device | None = None  # of the modules with such a dropout, if there are any
+    times: int = 0  # how often it has begun anew, or another state was put in its place
+    _address: int = 0  # of the state, 0 if it is not known
+    _probe: nn.Module | None = None
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Take these modules for those of the next calls."""

@@ -1,6 +1,7 @@
 """Averaging gradients over processes within one backward, as the C++ `Reducer` does, in fewer kernels."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..tensors.tensors import foreach_copy_
 from .reducer import Buckets
 
 
+@dataclass(eq=False)
 class Exchange:
     """Averages the gradients of one backward over processes. The bits are those of the Reducer.
 
@@ -21,11 +23,10 @@ class Exchange:
     there. Messages have the same sizes and order, so that other processes may have a Reducer. See `buckets_of`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, buckets: Buckets) -> None:
-        self._ddp = ddp
-        self._buckets = buckets
-        self._found: dict[nn.Parameter, Tensor] = {}
-        self._sent: list[tuple[Any, Sequence[nn.Parameter], list[Tensor]]] = []
+    _ddp: DistributedDataParallel
+    _buckets: Buckets
+    _found: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _sent: list[tuple[Any, Sequence[nn.Parameter], list[Tensor]]] = field(default_factory=list)
 
     def take(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Take the gradient of a parameter, in any dtype. Send what is complete. To be called within the backward."""

@@ -40,11 +40,6 @@ def peculiarity(ddp: DistributedDataParallel) -> str:
     return "optimizer_in_backward" if any(hasattr(param, "_in_backward_optimizers") for param in params) else ""
 
 
-def searches(ddp: DistributedDataParallel) -> bool:
-    """Return whether the Reducer of a model looks in each step which parameters are used."""
-    return bool(ddp.find_unused_parameters and not ddp.static_graph)
-
-
 def is_bitmap_copy(source: Tensor, lengths: Sequence[int]) -> bool:
     """Return whether a copy from host memory is that of a bitmap in which a Reducer notes which parameters are used.
 

@@ -20,6 +20,7 @@ _OF_A_CALL = (  # of an FSDPParamGroup: what a backward without an error leaves 
     *("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"),
     *("_all_reduce_state", "_partial_reduce_output"),
 )
+_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 
 
 def as_shard(local: Tensor, like: Any) -> Tensor:
@@ -136,7 +137,18 @@ class ShardedModules:
             in_call = context.iter_forward_root is not None or context.post_backward_final_callback_queued
             has_raised = has_raised or in_call
             context.iter_forward_root, context.post_backward_final_callback_queued = None, False
-            _settle_streams(private(state, "_comm_ctx"))
+            # What modules share is an FSDPCommContext. Before the first forward it lacks most attributes.
+            streams: Any = private(state, "_comm_ctx")
+            if getattr(streams, "reduce_scatter_state", None) is not None and not is_capturing():
+                # A backward has raised, and the memory that is dropped here may still be in use.
+                for name in _STREAMS:
+                    if isinstance(stream := getattr(streams, name, None), torch.cuda.Stream):
+                        torch.cuda.current_stream(stream.device).wait_stream(stream)
+            for name in ("all_gather_state", "reduce_scatter_state"):
+                if hasattr(streams, name):
+                    setattr(streams, name, None)
+            if hasattr(streams, "post_forward_order"):
+                streams.post_forward_order.clear()
         for group in self._groups:
             group._training_state = type(private(group, "_training_state")).IDLE
             for name in _OF_A_CALL:
@@ -178,17 +190,3 @@ def _gathered(group: Any) -> list[Tensor]:
 def _whole_parameters(group: Any) -> list[Tensor]:
     found = (getattr(param, "_unsharded_param", None) for param in group.fsdp_params)
     return [whole for whole in found if whole is not None]  # the first forward makes them
-
-
-def _settle_streams(streams: Any) -> None:
-    """Drop what modules share. `streams` is an FSDPCommContext; before the first forward it lacks most attributes."""
-    if getattr(streams, "reduce_scatter_state", None) is not None and not is_capturing():
-        # A backward has raised, and the memory that is dropped here may still be in use.
-        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
-            if isinstance(stream := getattr(streams, name, None), torch.cuda.Stream):
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        if hasattr(streams, name):
-            setattr(streams, name, None)
-    if hasattr(streams, "post_forward_order"):
-        streams.post_forward_order.clear()

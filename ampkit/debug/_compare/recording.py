@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,13 @@ def record_run(
     hooks = _OutputHooks()
     with hooks.handles:
         if model is not None:
-            hooks.put_on(model)
+            modules: dict[str, nn.Module] = {}  # by paths without wrappers; of a wrapped module, the wrapper
+            wrapped = _wrapped_paths(model)
+            for path, module in model.named_modules():
+                if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
+                    modules.setdefault(_without_wrappers(path, wrapped), module)
+            for path, module in modules.items():
+                hooks.handles.callback(module.register_forward_hook(partial(hooks.on_output, path)).remove)
         result = fn()
     tensors = hooks.tensors
     if model is not None:
@@ -57,25 +64,17 @@ def record_run(
     return {which: (tensor.detach().to("cpu", copy=True), tensor.device) for which, tensor in tensors.items()}
 
 
+@dataclass(eq=False)
 class _OutputHooks:
     """Copies the outputs of modules and the gradients of these outputs, on their device, when they are computed."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[TensorId, Tensor] = {}  # the copies, in the order in which they were computed
-        self.handles = ExitStack()  # removes the hooks
-        self._calls: Counter[str] = Counter()
-        self._last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
+    tensors: dict[TensorId, Tensor] = field(default_factory=dict)  # the copies, in the order of their computation
+    handles: ExitStack = field(default_factory=ExitStack)  # removes the hooks
+    _calls: Counter[str] = field(default_factory=Counter)
+    _last: tuple[Tensor, int | None, Tensor] | None = None  # a tensor, its version if it has one, a copy
 
-    def put_on(self, model: nn.Module) -> None:
-        modules: dict[str, nn.Module] = {}  # by paths without wrappers; where a module is wrapped, it is the wrapper
-        wrapped = _wrapped_paths(model)
-        for path, module in model.named_modules():
-            if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
-                modules.setdefault(_without_wrappers(path, wrapped), module)
-        for path, module in modules.items():
-            self.handles.callback(module.register_forward_hook(partial(self._on_output, path)).remove)
-
-    def _on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+    def on_output(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Copy what a module at this path has returned. A forward hook."""
         if torch.compiler.is_compiling() or is_capturing():  # as in `_copy`
             return
         self._calls[path] += 1

@@ -128,6 +128,7 @@ class _MemoryBlock:
 _order = attrgetter("size", "address")  # of free blocks: of several that are as large, the lowest address comes first
 
 
+@dataclass(eq=False)
 class CachingAllocator(Allocator):
     """A simulation of torch's caching allocator: one device, one stream, default settings.
 
@@ -135,11 +136,11 @@ class CachingAllocator(Allocator):
     `torch.cuda.memory_allocated` counts in the same way.
     """
 
-    def __init__(self) -> None:
-        self.reserved = 0  # bytes of all segments, as `torch.cuda.memory_reserved` counts
-        self._used: dict[int, _MemoryBlock] = {}
-        self._free: dict[bool, list[_MemoryBlock]] = {True: [], False: []}  # by `small`; sorted by `_order`
-        self._with_workspace: set[bool] = set()
+    reserved: int = 0  # bytes of all segments, as `torch.cuda.memory_reserved` counts
+    _used: dict[int, _MemoryBlock] = field(default_factory=dict)
+    # By `small`; sorted by `_order`.
+    _free: dict[bool, list[_MemoryBlock]] = field(default_factory=lambda: {True: [], False: []})
+    _with_workspace: set[bool] = field(default_factory=set)
 
     def allocate(self, key: int, size: int) -> int:
         """Give a storage the smallest free block that is large enough, and split off what is worth it."""

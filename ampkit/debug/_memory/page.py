@@ -36,11 +36,18 @@ def memory_page(profile: MemoryProfile, *others: MemoryProfile, path: str | os.P
     check_path("memory_page", "path", path)
     axis = ByteAxis.over(plotted)
     title = "Memory of " + ", ".join(one.title for one in plotted)
+    peaks = [{**one.profile.at_peak, "all": one.peak} for one in plotted]
+    heads = "".join(f"<th>{html.escape(one.title)}</th>" for one in plotted)
+    rows = []  # of the table of bytes at the peak; from the second profile on with the percentage of the first
+    for name in [*(name for name in CATEGORIES if any(peak[name] for peak in peaks)), "all"]:
+        first, *rest = (peak[name] for peak in peaks)
+        cells = [size_text(first), *(size_text(size) + (f" ({size / first:.0%})" if first else "") for size in rest)]
+        rows.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f'<div class="panels">{"".join(_figure(one, axis) for one in plotted)}</div>',
         "<h2>At the peak</h2>",
-        _peak_table(plotted),
+        f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>",
         "<h2>Largest holders at the peak</h2>",
         f'<div class="panels">{"".join(map(_holder_table, plotted))}</div>',
     ]
@@ -137,18 +144,6 @@ def _ticks(end: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(end / 4))
     distance = next(step * power for step in (1, 2, 5, 10) if end / (step * power) < 8)
     return [float(f"{i * distance:.12g}") for i in range(int(end / distance) + 1)]
-
-
-def _peak_table(plotted: Sequence[PlottedProfile]) -> str:
-    """Return the table of bytes at the peak. From the second profile on, it adds the percentage of the first."""
-    peaks = [{**one.profile.at_peak, "all": one.peak} for one in plotted]
-    heads = "".join(f"<th>{html.escape(one.title)}</th>" for one in plotted)
-    rows = []
-    for name in [*(name for name in CATEGORIES if any(peak[name] for peak in peaks)), "all"]:
-        first, *others = (peak[name] for peak in peaks)
-        cells = [size_text(first), *(size_text(size) + (f" ({size / first:.0%})" if first else "") for size in others)]
-        rows.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return f"<table><tr><th></th>{heads}</tr>{''.join(rows)}</table>"
 
 
 def _holder_table(plotted: PlottedProfile) -> str:

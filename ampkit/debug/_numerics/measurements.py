@@ -165,16 +165,18 @@ class AsyncCopies:
         return arrived
 
 
+@dataclass(eq=False)
 class Measurements:
     """Measures tensors while a micro-batch or a step runs, and adds the results to the statistics when that ends."""
 
-    def __init__(self, statistics: DeviceStatistics) -> None:
-        self._statistics = statistics
-        self._measured: dict[int, tuple[Tensor, Tensor]] = {}
-        self._recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = deque(maxlen=_REMEMBERED)
-        # Of the tensor that was measured last for a row, by row, in the order in which rows were first measured.
-        self.dtypes: dict[int, torch.dtype] = {}
-        self.closed = False  # whether it has ended, so that nothing is measured any more
+    _statistics: DeviceStatistics
+    _measured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = field(
+        default_factory=lambda: deque(maxlen=_REMEMBERED)
+    )
+    # Of the tensor that was measured last for a row, by row, in the order in which rows were first measured.
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    closed: bool = False  # whether it has ended, so that nothing is measured any more
 
     def add(self, row: int, tensor: Tensor | None, *, replace: bool = False) -> None:
         """Measure a tensor, and add the result to what its row has, or `replace` that. Three kernels. Sync: none."""
@@ -183,7 +185,16 @@ class Measurements:
             return
         # Selective checkpointing would take these operations for the model's.
         with torch.no_grad(), without_dispatch_modes():
-            counts, largest = self._measure(tensor.detach())
+            tensor = tensor.detach()
+            layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+            # Equal for two tensors of the same elements in the same memory, which nobody changed.
+            identity = tensor.data_ptr(), tensor.numel(), tensor.dtype, version(tensor), layout
+            result = next((result for known, _, result in self._recent if known == identity), None)
+            if result is None:
+                result = measure(tensor)
+                # The tensor is kept too, so that its memory cannot be given to another tensor.
+                self._recent.append((identity, tensor, result))
+            counts, largest = result
             if row in self._measured and not replace:
                 before = self._measured[row]
                 counts, largest = before[0] + counts, torch.maximum(before[1], largest)
@@ -199,18 +210,6 @@ class Measurements:
             size, dtype = (2 * BINS, torch.int32) if device.type == "cuda" else (BINS, torch.int64)
             self._measured[row] = torch.zeros(size, dtype=dtype, device=device), torch.zeros((), device=device)
             self.dtypes[row] = part.dtype
-
-    def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        # Equal for two tensors of the same elements in the same memory, which nobody changed.
-        identity = tensor.data_ptr(), tensor.numel(), tensor.dtype, version(tensor), layout
-        for known, _, result in self._recent:
-            if known == identity:
-                return result
-        result = measure(tensor)
-        # The tensor is kept too, so that its memory cannot be given to another tensor.
-        self._recent.append((identity, tensor, result))
-        return result
 
     def close(self) -> None:
         """Add everything that was measured to the statistics."""

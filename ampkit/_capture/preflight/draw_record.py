@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -101,8 +100,9 @@ class DrawRecorder:
             return self._hold_back(source, problems, find_place)
         if op is READ and drawn:
             tensor = given[0]
-            whole = not (tensor.is_floating_point() or tensor.is_complex())
-            of, geometry = operator.index if whole else self._reads, _geometry(tensor)
+            of, geometry = self._reads, _geometry(tensor)
+            if not (tensor.is_floating_point() or tensor.is_complex()):  # the whole number is learned
+                of = bool if tensor.dtype is torch.bool else int
             if of is None or geometry not in self._slots:
                 self._used |= drawn
                 return problems

@@ -1,5 +1,6 @@
 """Tensors that a step makes where there is none, or where a longer batch needs a longer one."""
 
+import collections
 import warnings
 from typing import Any
 
@@ -133,3 +134,57 @@ def test_what_each_call_replaces_is_no_cache(sequence: str, engine: tuple[str, s
     assert_same(expected, found)
     assert step.report().captures == len({*lengths} - {DOUBLE})
     assert step.replays >= len(found) - 3 * step.report().captures - 3
+
+
+SCALES: "collections.defaultdict[str, float]" = collections.defaultdict(lambda: 1.0)
+
+
+class Scaled(nn.Module):
+    """Reads a number that its first call puts into a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * SCALES["x"]
+        out: Tensor = self.second(hidden + self.second.weight.abs().mean())
+        return out
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_parts(engine: tuple[str, str]) -> None:
+    """W2: what the first call has filled is compared in a step that is done in parts, too, which has no rehearsal."""
+
+    def trained(graph: str) -> tuple[list[Tensor], Any]:
+        SCALES.clear()
+        torch.manual_seed(0)
+        net = Scaled().to(engine[0])
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5)
+
+        def train(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()  # reads its rate on the host
+            return loss.detach()
+
+        step = ampkit.graphed(modules=(net,), optimizers=(optimizer,), graph=graph)(train)
+        made = torch.Generator().manual_seed(1)
+        losses = []
+        for i in range(20):
+            losses.append(step(torch.randn(2, 4, generator=made).to(engine[0])))
+            if i == 12:
+                SCALES["x"] = 3.0
+        report = step.report()
+        step.close()
+        return losses, report
+
+    with warnings.catch_warnings(), deterministic():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        expected, _ = trained("off")
+        losses, report = trained(engine[1])
+    assert sum(part.replays for part in report.parts) > 0
+    assert all(constant.not_compared == "" for constant in report.constants if "SCALES" in constant.path)
+    assert any("SCALES['x'] changed" in reason for reason in report.eager)
+    assert_same(losses, expected)

@@ -113,6 +113,33 @@ def test_a_question_about_the_input_is_asked_ahead(engine: Engine, ask: Any) -> 
     assert_same(history, expected)
 
 
+def beside_a_draw(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if mask.all():
+        h = h * 2.0
+    return h + 1.0 if torch.rand(()) < net.limit else h
+
+
+def behind_a_draw(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if torch.rand(()) < net.limit and not mask.all():
+        h = h * mask
+    return h
+
+
+@pytest.mark.parametrize("plain", ENGINES)
+@pytest.mark.parametrize("ask", [beside_a_draw, behind_a_draw])
+def test_with_a_draw_on_the_host(plain: Engine, ask: Any) -> None:
+    """D3, R3: outcomes of draws and answers together choose the graph; what is asked may depend on what was drawn."""
+    with deterministic():  # without a tape, whose replays do not draw
+        expected, _, _ = trained(ask, (plain[0], "off"), 80)
+        history, report, messages = trained(ask, plain, 80)
+    assert messages == []
+    assert report.graphs == 4 if ask is beside_a_draw else 3
+    assert report.replays >= 80 - 4 * report.graphs - 2
+    assert "questions about the input" in str(report)
+    assert "draws on the host" in str(report)
+    assert_same(history, expected)
+
+
 def test_a_check_that_raises(engine: Engine) -> None:
     """D3: a label out of range raises the user's own error, nothing of the step is done, and training goes on."""
     expected, _, _ = trained(checks_labels, (engine[0], "off"), bad=20)

@@ -104,8 +104,8 @@ class Engine:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
-            key = self._questions.decided(Key(spec, phase, self._settings_history.number), leaves)
-            key = self._draws.decided(key)
+            key = self._draws.decided(Key(spec, phase, self._settings_history.number))
+            key = self._questions.decided(key, leaves)  # which may depend on the draws
             captured = captured or self._cache.find(key)
         if captured is not None:
             compares = self._verifies and self._comparisons.is_due()
@@ -274,10 +274,10 @@ class Engine:
             self._told_since = self._told_since or number
             self._layouts.show_capture(key)
             self._fallback.warn_once("answer", news)
-        if asked is not None:
-            key = self._questions.learn(key, asked)
         if drawn is not None:
-            self._draws.learn(key, drawn)
+            key = self._draws.learn(key, drawn)
+        if asked is not None:
+            self._questions.learn(key, asked)
         return outputs
 
     def _capture_and_replay(self, key: Key, layout: Layout, leaves: list[Any]) -> Any:
@@ -339,6 +339,16 @@ class Engine:
     def run(self, reason: str, fn: Callable[[], Any]) -> Any:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
         return self._eager.run(reason, fn)
+
+    def run_noted(self, reason: str, fn: Callable[[], Any]) -> Any:
+        """The same, where only modules are captured: what they read in the call is compared from then on.
+
+        The call under the preflight may have filled a cache that they read, which tells of no later call.
+        """
+        with self._state.noting_reads(in_parts=lambda: True):
+            outputs = self._eager.run(reason, fn)
+        self._session.settings_history.take_values()
+        return outputs
 
     # ------------------------------------------------------------------------------------------ several calls at once
 

@@ -59,14 +59,14 @@ class HostDraws:
         of_all = self._ranks.outcome_of_all(None if key.outcomes is NEW else (key.outcomes,))
         return key if of_all is None or key.outcomes in (None, NEW) else key._replace(ranks_outcome=of_all)
 
-    def learn(self, key: Key, path: DrawPath) -> None:
-        """Take note of what an eager call has drawn, and have its layout be that of the outcomes.
+    def learn(self, key: Key, path: DrawPath) -> Key:
+        """Take note of what an eager call has drawn, and have its layout be that of the outcomes. Return its key.
 
         If the call has drawn something else than an earlier one after the same outcomes, all graphs are dropped.
         """
         if len(self._trees) == _MOST_KEYS:
             self._trees.clear()  # their layouts learn again
-        tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0), Tree())
+        tree = self._trees.setdefault(key._replace(outcomes=None, ranks_outcome=0, answers=None), Tree())
         if not tree.add(path) or key.outcomes not in (None, NEW, path.outcomes):
             # The step does something else now. Give up if it does so again and again.
             self._changes = 1 if self._calls > _RARELY else self._changes + 1
@@ -76,16 +76,18 @@ class HostDraws:
             self._layouts.clear()
             self.clear()
             self._fallback.warn_once("draws", _CHANGED)
-            return
+            return key
         self._ranks.draws = True
+        found = key._replace(outcomes=path.outcomes)
         if key.outcomes in (None, NEW):
-            self._layouts.move(key, key._replace(outcomes=path.outcomes))
+            self._layouts.move(key, found)
         if tree.paths >= MOST_PATHS:
             problem = (
                 f"draws on the host had more than {MOST_PATHS} different outcomes, and calls with others are eager"
             )
-            self._layouts.layout_of(key._replace(outcomes=NEW)).refuse(problem)
+            self._layouts.layout_of(key._replace(outcomes=NEW, answers=None)).refuse(problem)
             self._fallback.warn_once("outcomes", f"{problem}. {DRAWS_ADVICE}")
+        return found
 
     def clear(self) -> None:
         """Forget all."""

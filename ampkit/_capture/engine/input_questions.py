@@ -76,20 +76,19 @@ class InputQuestions:
         except (RuntimeError, IndexError):  # which the call raises itself
             return None
 
-    def learn(self, key: Key, asked: AskedPath) -> Key:
-        """Take note of what an eager call has asked, and have its layout be that of the answers. Return its key."""
+    def learn(self, key: Key, asked: AskedPath) -> None:
+        """Take note of what an eager call has asked, and have its layout be that of the answers."""
         if not self.enabled:
-            return key
+            return
         plain = key._replace(answers=None)
         tree = self._trees.setdefault(plain, Tree())
         if not tree.add(asked.path) or tree.paths > _MOST_PATHS:
             self._give_up(_TOO_MANY.format(_MOST_PATHS) if tree.paths > _MOST_PATHS else _CHANGED)
-            return plain
+            return
         self._asked[plain, asked.path.outcomes] = asked
         found = key._replace(answers=asked.path.outcomes)
         if key != found:
             self._layouts.move(key, found)
-        return found
 
     def asked(self, key: Key) -> AskedPath | None:
         """Return what calls of this key ask, None for nothing."""

@@ -261,7 +261,7 @@ class Split:
                 undo.forget()
             return outputs
 
-        outputs = self._update.done(phase, engine.run(_SURVEYED, step))
+        outputs = self._update.done(phase, engine.run_noted(_SURVEYED, step))
         self._lines |= survey.lines
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)

@@ -1,8 +1,8 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..keys.placement import own_copy
 from ..preflight.draw_paths import DrawPath
 from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
-from ..preflight.preflight import Preflight, describe
+from ..preflight.preflight import Finding, Preflight, describe
 from ..preflight.questions import AskedPath, QuestionRecorder, answering_questions
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
@@ -88,7 +88,9 @@ class WarmUp:
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
                 if not cold.checked:
-                    outputs, drawn, asked = self._call_under_preflight(key, layout, cold, call)
+                    seen = self._look(layout, cold, call)
+                    outputs, drawn = seen.outputs, seen.drawn
+                    asked = self._judge(key, layout, cold, call.leaves, seen)
                 elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
                     outputs, is_seen = self._rehearse(key, layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
@@ -141,9 +143,7 @@ class WarmUp:
         self._compare_what_was_read(layout)
         return outputs, not carried.has_more(places, held)
 
-    def _call_under_preflight(
-        self, key: Key, layout: Layout, cold: Cold, call: EagerCall
-    ) -> tuple[Any, DrawPath | None, AskedPath | None]:
+    def _look(self, layout: Layout, cold: Cold, call: EagerCall) -> "_Seen":
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
 
         Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
@@ -151,12 +151,10 @@ class WarmUp:
         session, state, answer = self._session, self._state, layout.answer
         known, held = state.tensors().keys(), state.held_tensors()
         places = state.carried.places(held)
-        other_answer = bool(answer.problem_when_hidden)
-
-        replaced: list[tuple[Tensor, Tensor]] = []
 
         def looked() -> Any:
-            before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if other_answer else None
+            tried = answer.problem_when_hidden
+            before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if tried else None
             noting = noting_questions(answer.sees_capture)
             looking, uploading = layout.rehearsal.looking(), session.uploads.learning(provenance)
             asking = questions.asking() if self._questions.enabled else nullcontext()
@@ -180,41 +178,55 @@ class WarmUp:
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
-                replaced += state.carried.learn(places, held, observer.has_read, session.device)
+                replaced = state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
-        drawn = None if draws is None else draws.path
-        asked = None if preflight.findings else questions.asked()
         self._compare_what_was_read(layout)
         if replaced and not len(session.cache):
             session.settings_history.accept()
         if observer.nested:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
-        # A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where
-        # later ones do not, and so may a scaler that still watches what the optimizer does. Then the preflight is
-        # repeated, if the warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
-        is_first = cold.calls == 0 and session.warmup > 2
-        has_made = state.is_undecided() or state.tensors().keys() != known
-        has_kept = not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new())  # none was there
-        if asked is not None and (has_made or has_kept):  # it may have asked about what it has made for later calls
+        return _Seen(
+            outputs,
+            preflight.findings,
+            None if draws is None else draws.path,
+            None if preflight.findings else questions.asked(),
+            has_made=state.is_undecided() or state.tensors().keys() != known,
+            has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
+        )
+
+    def _judge(self, key: Key, layout: Layout, cold: Cold, leaves: Sequence[Any], seen: "_Seen") -> AskedPath | None:
+        """Say what follows a call under the preflight: another one, or the rehearsal, or that there is a problem.
+
+        A call that makes state for the first time (of an optimizer, or a mask that is kept) may wait where later ones
+        do not, and so may a scaler that still watches what the optimizer does. Then the preflight is repeated, if the
+        warm-up is long enough. So it is where the call has kept a tensor that later calls may read.
+
+        Returns:
+            What the call has asked, None if it may have asked about what it has made for later calls.
+        """
+        state, answer, asked = self._state, layout.answer, seen.asked
+        is_first = cold.calls == 0 and self._session.warmup > 2
+        if asked is not None and (seen.has_made or seen.has_kept):
             layout.ask_again(cold)
-            return outputs, drawn, None
-        if has_kept or (preflight.findings and (is_first or has_made)):
-            if is_first or has_kept:
+            return None
+        if seen.has_kept or (seen.findings and (is_first or seen.has_made)):
+            if is_first or seen.has_kept:
                 layout.count_call(cold)
-            return outputs, drawn, asked
-        if not self._questions.is_confirmed(key, asked, call.leaves, state.reads.written.keys()):
+            return asked
+        if not self._questions.is_confirmed(key, asked, leaves, state.reads.written.keys()):
             layout.ask_again(cold)
-            return outputs, drawn, asked
-        problem = describe(preflight.findings)
+            return asked
+        problem = describe(seen.findings)
+        has_tried_other = bool(answer.problem_when_hidden)
         if problem and not state.problem and answer.try_other(problem):
             layout.count_call(cold)  # another look, with the other answer
-            return outputs, drawn, asked
-        if other_answer:
+            return asked
+        if has_tried_other:
             problem = answer.keep(problem)
         problem = "\n".join(filter(None, (state.problem, problem)))
         layout.note_preflight(cold, self._with_undeclared(problem))
         layout.count_call(cold)
-        return outputs, drawn, asked
+        return asked
 
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
@@ -227,6 +239,17 @@ class WarmUp:
         if self._undeclared.adopt():
             self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
+
+
+class _Seen(NamedTuple):
+    """What a call under the preflight has shown."""
+
+    outputs: Any
+    findings: list[Finding]
+    drawn: DrawPath | None  # what it has drawn on the host
+    asked: AskedPath | None  # what it has asked the device about its input; None too if there are findings
+    has_made: bool  # whether it has made state, or some of it is still undecided
+    has_kept: bool  # whether it is the first call, and has left a tensor where there was none
 
 
 _REPLACES = (

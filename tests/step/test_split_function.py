@@ -408,3 +408,35 @@ def test_where_no_module_can_be_captured(engine: Engine) -> None:
     assert (report.outcome, report.in_parts) == ("eager", 0)
     why = "no module can be captured by itself (modules[1].2: it has fewer than 6 kernels), and the optimizers that a"
     assert f"Nor is it done in parts: {why} function calls are not captured by themselves." in said
+
+
+class Reads(nn.Linear):
+    """Looks at what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * (1.0 if out.sum().item() > 0 else 2.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reason_is_said_once(engine: Engine) -> None:
+    """R4: the line in the way stands once in the warning and once in the report, and so does why there are no parts."""
+    net = Reads(4, 4).to(engine[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+
+    @ampkit.graphed(modules=(net,), optimizers=(optimizer,), graph=engine[1])
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.ones(2, 4, device=engine[0])
+    with pytest.warns(ampkit.CaptureWarning) as caught:
+        [train(x) for _ in range(9)]
+    (said,) = [str(warning.message) for warning in caught]
+    for text in (said, str(train.report())):
+        assert text.count("to read a value") == 1
+        assert text.count("no module can be captured by itself") == 1
+    train.close()

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+NOR_IN_PARTS = "Nor is it done in parts: "  # stands before the reason, in a failure
+
 
 class GraphReport(NamedTuple):
     """One graph that is alive.
@@ -134,7 +136,8 @@ class Report:
         held = f"  {len(self.constants)} values of the host are constants, {compared} of them compared in each call"
         reasons += [held] if self.constants else []
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
-        compiled += [f"  {part}" for part in (*self.compiled, *self.split)]
+        said = [f"not in parts: {line.partition(NOR_IN_PARTS)[2]}" for line in (self.failure or "").splitlines()]
+        compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
         return "\n".join([head, *times, *graphs, *reasons, *compiled, *failure])
 

@@ -14,6 +14,7 @@ from ..._capture.engine.engine import Engine
 from ..._capture.engine.layouts import IN_PARTS, Layout, Splitter
 from ..._capture.engine.options import Options
 from ..._capture.graph.capture_query import captures
+from ..._capture.graph.report import NOR_IN_PARTS
 from ..._capture.graph.timing import Clock, Durations, Shares
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Ranks
@@ -30,6 +31,7 @@ from .split_update import Update
 _FEWEST = 6  # kernels of a forward: to launch the two graphs of a module takes about as long as these
 _TIMED = 5  # calls of each kind, to find out which is faster
 _SHOWN = 4  # reasons
+_SUCH_A_LINE = "such a line is in it"  # as the message names before
 _MODEL = "the model"  # the module at the path ""
 _SURVEYED = "looking for modules to capture"
 _NO_MODULE = "no module can be captured by itself, and this micro-batch does not end its window"
@@ -124,7 +126,7 @@ class StepSplitter(Splitter):
                 engine.warn_once("parts", f"{layout.problem}\nThe step is done in parts: {words}")
             if split.refusal:
                 self._why_not[split.refusal] = None
-                engine.refuse(layout, f"{layout.problem}\nNor is it done in parts: {split.refusal}")
+                engine.refuse(layout, f"{layout.problem}\n{NOR_IN_PARTS}{split.refusal}")
             return outputs
         layout.refuse("cannot be captured")
         return engine.run(layout.refusal, lambda: self._step(phase, *args, **kwargs))
@@ -289,7 +291,8 @@ class Split:
 
     def _no_module(self) -> str:
         assert self._choice is not None  # or nothing is known
-        reasons = [f"{name or _MODEL}: {why}" for name, why in self._choice.reasons.items()]
+        found = self._choice.reasons.items()
+        reasons = [f"{name or _MODEL}: {_SUCH_A_LINE if why in self._lines else why}" for name, why in found]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 

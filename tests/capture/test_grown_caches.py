@@ -188,3 +188,33 @@ def test_in_parts(engine: tuple[str, str]) -> None:
     assert all(constant.not_compared == "" for constant in report.constants if "SCALES" in constant.path)
     assert any("SCALES['x'] changed" in reason for reason in report.eager)
     assert_same(losses, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_put_into_a_dict(engine: tuple[str, str]) -> None:
+    """W2: an entry that is gone stays gone when calls look for it, also where reading it would make it anew."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        SCALES.setdefault("x", 0.25)
+        loss: Tensor = (model(x) * SCALES["x"]).square().mean()
+        return loss
+
+    def trained(graph: str) -> tuple[list[Tensor], int]:
+        SCALES.clear()
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4).to(engine[0])
+        step = ampkit.graphed_step(loss_fn, net, torch.optim.SGD(net.parameters(), lr=0.5, fused=True), graph=graph)
+        losses = []
+        for i in range(16):
+            if i == 9:
+                SCALES.clear()
+            losses.append(step(torch.ones(2, 4, device=engine[0])).loss.clone())
+        step.close()
+        return losses, step.replays
+
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        expected, _ = trained("off")
+        losses, replays = trained(engine[1])
+    assert replays > 4
+    assert_same(losses, expected)

@@ -424,6 +424,19 @@ def test_a_draw_behind_the_last_operation() -> None:
     assert "draws from Python's random" in finding.what
 
 
+def test_a_draw_between_two_operations_of_a_backward() -> None:
+    """A hook that draws and calls no operation: the line is that of the operation whose backward comes next."""
+    x = torch.ones(3, requires_grad=True)
+
+    def step() -> None:
+        out = x.sin()  # HERE drawn_in_its_backward
+        out.register_hook(lambda grad: None if random.random() < 2 else grad)
+        out.cos().sum().backward()
+
+    (finding,) = found(step)
+    assert finding.line == marked("drawn_in_its_backward")
+
+
 def test_counts_and_order() -> None:
     """The same thing on the same line is one finding with a count; findings are in order of their first time."""
     x = torch.ones(3)

@@ -140,6 +140,23 @@ def test_with_a_draw_on_the_host(plain: Engine, ask: Any) -> None:
     assert_same(history, expected)
 
 
+@pytest.mark.parametrize("plain", ENGINES)
+@pytest.mark.parametrize("either", [True, False])
+def test_a_draw_behind_an_answer_is_named(plain: Engine, either: bool) -> None:
+    """D3, R3: with some answers the step draws nothing. What is drawn ahead would move the generator."""
+
+    def ask(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        at_hand = y.max() >= CLASSES - 1
+        chosen = at_hand or torch.rand(()) < net.limit if either else at_hand and torch.rand(()) < net.limit
+        return h * 2.0 if chosen else h
+
+    with deterministic():
+        expected, _, _ = trained(ask, (plain[0], "off"), 60)
+        history, _, messages = trained(ask, plain, 60)
+    assert any("draws on the host have changed" in message for message in messages)
+    assert_same(history, expected)
+
+
 def test_a_check_that_raises(engine: Engine) -> None:
     """D3: a label out of range raises the user's own error, nothing of the step is done, and training goes on."""
     expected, _, _ = trained(checks_labels, (engine[0], "off"), bad=20)

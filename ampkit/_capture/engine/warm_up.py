@@ -17,7 +17,7 @@ from ..host.uploads import Provenance
 from ..keys.inputs import flatten
 from ..keys.key import Key
 from ..keys.placement import own_copy
-from ..preflight.draw_paths import DrawPath
+from ..preflight.draw_paths import NOTHING_DRAWN, DrawPath
 from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Finding, Preflight, describe
@@ -90,6 +90,8 @@ class WarmUp:
                 if not cold.checked:
                     seen = self._look(layout, cold, call)
                     outputs, drawn = seen.outputs, seen.drawn
+                    if drawn is None and key.outcomes is not None and not seen.findings:
+                        drawn = NOTHING_DRAWN  # where others of its input draw
                     asked = self._judge(key, layout, cold, call.leaves, seen)
                 elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
                     outputs, is_seen = self._rehearse(key, layout, call)

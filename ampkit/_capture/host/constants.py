@@ -127,8 +127,8 @@ def is_in_order(kind: type) -> bool:
 
 def getter(keys: list[Any], kind: type = dict) -> Callable[[Any], tuple[Any, ...]]:
     """Return what reads the entries with these keys, one at least, of a table of this class as a tuple."""
-    if hasattr(kind, "__missing__"):  # it would make an entry that is gone
-        return lambda table: tuple([dict.__getitem__(table, key) for key in keys])
+    if hasattr(kind, "__missing__"):  # which dict.__getitem__ calls, too: it would make an entry that is gone
+        return lambda table: tuple([dict.get(table, key, ABSENT) for key in keys])
     return operator.itemgetter(*keys, keys[0])  # of two keys, it is one
 
 

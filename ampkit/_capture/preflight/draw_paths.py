@@ -83,6 +83,9 @@ class DrawPath(NamedTuple):
         return tuple(segment.outcome for segment in self.segments if segment.read is not None)
 
 
+NOTHING_DRAWN = DrawPath((Segment((), None),))
+
+
 @dataclass(eq=False)
 class _Node:
     """What a step does on the host after some outcomes, and what follows by the outcome of its next read."""

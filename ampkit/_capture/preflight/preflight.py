@@ -142,7 +142,6 @@ class Preflight(WatchingMode):
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
-        self._in_engine = False  # whether autograd itself has called the last operation
         self._reported = False  # whether a call runs that has been reported as a whole
         self._sets_generator = False  # whether a call runs that sets a generator
         self._sets_next = False  # whether the same call goes on to set another generator
@@ -301,9 +300,7 @@ class Preflight(WatchingMode):
         kwargs = kwargs or {}
         if any(map(is_fake, kinds)):
             return op(*args, **kwargs)
-        was_in_engine, self._in_engine = self._in_engine, real_frame().f_code is ENGINE_CODE
-        if not (was_in_engine and self._in_engine):  # between two operations of autograd's own nothing draws
-            self.look_for_draws()
+        self.look_for_draws()
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:

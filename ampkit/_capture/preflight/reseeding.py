@@ -23,12 +23,12 @@ class GeneratorWatch:
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
         self._generators = [torch.default_generator, *on_device, *generators]
-        self._last = self._start = [*map(_position, self._generators)]
+        self._last = self._start = [_bytes(generator.get_state()) for generator in self._generators]
         self._read: set[bytes] = set()  # states that the step has read
 
     def was_set(self) -> bool:
         """Return whether a generator was set, other than by draws, since the last call of this function."""
-        before, self._last = self._last, [*map(_position, self._generators)]
+        before, self._last = self._last, [_bytes(generator.get_state()) for generator in self._generators]
         looked_at = zip(self._generators, before, self._last, self._start, strict=True)
         return any(now != old and _is_set_back(generator, old, now, start) for generator, old, now, start in looked_at)
 
@@ -45,21 +45,16 @@ class GeneratorWatch:
         )
 
 
-def _position(generator: torch.Generator) -> Any:
-    """Return where a generator is: seed and offset on a CUDA device, the bytes of its state on the host."""
-    if generator.device.type == "cuda":
-        return generator.initial_seed(), generator.get_offset()
-    return _bytes(generator.get_state())
-
-
-def _is_set_back(generator: torch.Generator, old: Any, now: Any, start: Any) -> bool:
-    """Return whether no draw can have moved the generator like this."""
+def _is_set_back(generator: torch.Generator, old: bytes, now: bytes, start: bytes) -> bool:
+    """Return whether no draw can have changed the state like this."""
     if generator.device.type != "cuda":
         # Compiled code and other threads may have drawn, so any state but that of a fresh seed may come from draws.
-        return bool(now == _bytes(torch.Generator().manual_seed(generator.initial_seed()).get_state()))
-    seed, offset = now
+        return now == _bytes(torch.Generator().manual_seed(generator.initial_seed()).get_state())
+    # `get_offset` would raise in a capture, which a module of `make_graphed_callables` may begin.
+    seed, offset = now[:8], int.from_bytes(now[8:], "little")
+    before, at_start = (int.from_bytes(state[8:], "little") for state in (old, start))
     # It may go back to an offset that it had within this step, as the step may have read that state.
-    return bool(seed != old[0] or (offset < old[1] and (offset < start[1] or not offset)))
+    return seed != old[:8] or (offset < before and (offset < at_start or not offset))
 
 
 def _bytes(state: Tensor) -> bytes:

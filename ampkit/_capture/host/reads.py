@@ -135,7 +135,7 @@ class Reading(NamedTuple):
 
     Attributes:
         readers: functions that read what the values depend on. Each returns a tuple, of the same objects as long as
-            nothing has changed, and raises a `KeyError` or `IndexError` if an entry is gone.
+            nothing has changed. An entry that is gone is `ABSENT` there, or raises a `KeyError` or `IndexError`.
         tables: what may get a further entry that counts: modules and objects, where it may hide an attribute of their
             class, and what is compared with all that is in it.
     """

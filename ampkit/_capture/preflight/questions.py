@@ -79,7 +79,7 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
-        for address in (*call.made_at, *map(storage_address, call.written)):
+        for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
                 del self._made[address]
@@ -160,7 +160,7 @@ class QuestionRecorder:
             return None
         if self._is_constant(tensor):
             return Held(tensor.data_ptr(), tensor)
-        return self._made.get(storage_address(tensor), {}).get(_geometry(tensor))
+        return self._made.get(address, {}).get(_geometry(tensor))
 
     def _noted(self, value: Any) -> Any:
         if isinstance(value, dict):

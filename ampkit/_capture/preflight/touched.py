@@ -66,13 +66,12 @@ class Touched:
                 if by_user and tensor.numel() == 1 and tensor.device.type == "cpu":
                     by_user = _is_held(tensor, (call, call.given, call.kwargs, call.made, call.written))
                 self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
-        written = addresses(call.written)
-        for tensor in call.written:
+        for tensor, address in zip(call.written, call.written_at, strict=True):
             if is_on_host(tensor, self._device):
-                self._written_on_host.setdefault(storage_address(tensor), running_line(real_frame()))
-            if (use := self.uses.get(storage_address(tensor))) is not None:
+                self._written_on_host.setdefault(address, running_line(real_frame()))
+            if (use := self.uses.get(address)) is not None:
                 use.written = True
-        self._read |= given - written
+        self._read |= given.difference(call.written_at)
         self._made |= set(call.made_at) - given
 
     def on_host(self, others: set[int]) -> tuple[list[tuple[Tensor, str]], list[str]]:

@@ -239,7 +239,7 @@ class Survey:
         if done.op is LIFT_FRESH:
             made, addresses = done.given_at, set()
         if self._running or not backward:
-            self._follow_data(addresses, done.written)
+            self._follow_data(addresses, done.written_at)
         packed = packs_saved_tensors()
         entry = str(done.op), tuple(map(_entry_of, tree_flatten((done.args, done.kwargs))[0]))
         for call in self._running:
@@ -250,7 +250,7 @@ class Survey:
         owner = self._running[-1] if self._running else None
         self._made.update(dict.fromkeys(made, owner))
 
-    def _follow_data(self, addresses: set[int], written: Iterable[Tensor]) -> None:
+    def _follow_data(self, addresses: set[int], written: Iterable[int]) -> None:
         """Find calls whose tensors come or leave in another way than as arguments, parameters, buffers and outputs."""
         running = set(self._running)
         for address in addresses:
@@ -262,8 +262,7 @@ class Survey:
             for call in makers - running:
                 if address not in call._returned:
                     call.problems["a tensor that it makes, and does not return, is used outside of it"] = None
-        for tensor in written:
-            address = storage_address(tensor)
+        for address in written:
             maker = self._made.get(address)
             for call in running.difference(() if maker is None else maker.chain()):
                 if address not in call._buffers:

@@ -105,6 +105,9 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
 
 
+_TENSORS = ("given", "given_at", "made", "made_at", "written", "written_at")
+
+
 class OperationCall:
     """A call of an operation below autograd, as a dispatch mode has seen it.
 
@@ -119,9 +122,10 @@ class OperationCall:
         made: the tensors in its result.
         made_at: the addresses of the memory that they lie in.
         written: the tensors among its arguments that it writes to.
+        written_at: the addresses of the memory that they lie in.
     """
 
-    __slots__ = ("args", "given", "given_at", "kind", "kwargs", "made", "made_at", "op", "result", "written")
+    __slots__ = ("args", "kind", "kwargs", "op", "result", *_TENSORS)
 
     def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.op, self.args, self.kwargs, self.result = op, args, kwargs, result
@@ -130,6 +134,7 @@ class OperationCall:
         self.given_at = [*map(storage_address, self.given)]
         self.made_at = [*map(storage_address, self.made)]
         self.written = written_arguments(op, args, kwargs)
+        self.written_at = [*map(storage_address, self.written)]
 
 
 # `Tensor.__repr__` looks this function up: owner and name. It switches dispatch modes off before it reads the tensor.

@@ -5,11 +5,13 @@ for that. But each call can compute the same from its batch before its graph is 
 has a graph of its own, as those of random draws on the host have.
 
 A question is one if its tensor is computed from the input and from constants alone, by operations that can be repeated,
-and if the host learns no more than true or false (`if t:`, `.item()` of a boolean). In the rehearsal and in the capture
-the recorded answers are given, by their order, in place of the values.
+and if the host learns no more than true or false (`if t:`, `.item()` of a boolean). Constants are numbers of Python's,
+and what is made anew with values (`torch.ones`). About constants alone, the answer is always the same. Memory whose
+address is given out (`data_ptr`) is neither from then on: a kernel of Triton's writes there, and no mode sees it.
+
+In the rehearsal and in the capture the recorded answers are given, by their order, in place of the values.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,8 +92,7 @@ class QuestionRecorder:
             held = Held(content_of(results[0]), results[0].clone())
             self._made[call.made_at[0]] = {_geometry(results[0]): held}
             return
-        # What is made anew, of no values, may be written to by code that no mode sees (a kernel of Triton's).
-        if not call.given or not call.kind.repeatable or _MADE_ANEW.search(call.kind.name):
+        if not call.kind.repeatable or call.kind.name.startswith(("empty", "new_empty")):
             return
         if not all(call.made_at) or any(tensor.device.type != self._device.type for tensor in results):
             return
@@ -109,6 +110,8 @@ class QuestionRecorder:
         with Undo() as undo:
             replace_here(undo, Tensor, "__bool__", self._asked)
             replace_here(undo, Tensor, "item", self._item)
+            for name in ("data_ptr", "__dlpack__"):
+                replace_here(undo, Tensor, name, self._give_out)
             yield
 
     def asked(self) -> AskedPath | None:
@@ -126,7 +129,8 @@ class QuestionRecorder:
                     operations.append(DrawOperation(op, _with_slots(args, slots), named))
                     slots[number] = count
                     count += results
-            read = NumberRead(_with_slots(source, slots), bool)
+            always = not any(isinstance(each, Leaf) for each in self._origins(source))
+            read = NumberRead(_with_slots(source, slots), bool, always=always)
             segments.append(Segment(tuple(operations), read, answer))
         return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._answered))
 
@@ -155,11 +159,16 @@ class QuestionRecorder:
             self._answered.append(None)
         return original(tensor)
 
+    def _give_out(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a method that tells where the memory of a tensor is."""
+        self._made.pop(storage_address(tensor), None)
+        return original(tensor, *args, **kwargs)
+
     def _source(self, tensor: Tensor, address: int) -> _Source | None:
         if not _is_plain(tensor):
             return None
         if self._is_constant(tensor):
-            return Held(tensor.data_ptr(), tensor)
+            return Held(address, tensor)
         return self._made.get(address, {}).get(_geometry(tensor))
 
     def _noted(self, value: Any) -> Any:
@@ -168,6 +177,10 @@ class QuestionRecorder:
         if isinstance(value, (list, tuple)):
             return tuple(map(self._noted, value))
         return self._source(value, storage_address(value)) if isinstance(value, Tensor) else value
+
+    def _origins(self, source: _Source) -> list[_Source | None]:
+        """Return what this is made of in the end, and what lies between."""
+        return [source, *(each for number in self._needed(source) for each in self._operations[number][-1])]
 
     def _needed(self, source: _Source) -> list[int]:
         """Return the operations that compute this, in their order."""
@@ -231,7 +244,6 @@ def _with_slots(value: Any, slots: dict[int, int]) -> Any:
 
 
 _MOST_OPERATIONS = 64  # of a question
-_MADE_ANEW = re.compile(r"^(new_|empty|full|ones|zeros|scalar_tensor|arange|linspace)|_like$")
 _OTHERS = (
     "{0} asks the device something else about the input than in the calls before, after the same answers. What it asks "
     "must depend on the batch and on what was asked before"

@@ -19,6 +19,7 @@ from ampkit._capture.compare.rehearsal import Rehearsal
 from ampkit._capture.engine import layout_capture as _layout_capture
 from ampkit._capture.engine import layouts as _layouts
 from ampkit._capture.graph import cache as _cache
+from ampkit._capture.graph import graph as _graph
 from ampkit._capture.keys.inputs import Spec, StaticInputs
 
 
@@ -39,6 +40,11 @@ class TapedGraph:
         finally:
             self._tape.undo()
             torch.set_rng_state(random_state)
+
+    def cut(self, asked: Tensor, answer: bool) -> None:
+        """Have replays end here if this is something else then."""
+        assert self._tape is not None  # set by capture
+        self._tape.cut(asked, answer)
 
     def replay(self) -> Any:
         """Run what was recorded, and return the same tensors as ever."""
@@ -82,6 +88,10 @@ class _Tape(TorchDispatchMode):
             self._calls.append((func, *read, tree_leaves(tree_map(_alias, outputs))))
         return outputs
 
+    def cut(self, asked: Tensor, answer: bool) -> None:
+        """End here in each run in which this is something else."""
+        self._calls.append((_ask, (asked.detach(), answer), {}, [None]))
+
     def undo(self) -> None:
         """Put back what was written over."""
         for memory, before in self._before.values():
@@ -95,6 +105,11 @@ class _Tape(TorchDispatchMode):
                 for old, new in zip(outputs, tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(old, Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         old.copy_(new)
+
+
+def _ask(asked: Tensor, answer: bool) -> None:
+    if _graph.is_true(asked) is not answer:
+        raise _graph.OtherAnswerError
 
 
 # They change the shape of the tensor that they get and no memory. Those after them were recorded with the new shape.

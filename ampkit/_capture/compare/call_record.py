@@ -155,7 +155,9 @@ _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_co
 # Compiled code detaches the inputs that it saves for its backward if they are views (torch/_functorch/_aot_autograd/
 # runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
 # In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).
-_WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned"))
+# A question of the host reads the device in the rehearsal; in a capture its answer is given.
+_READS = "aten::is_nonzero", "aten::item", "aten::_local_scalar_dense"
+_WITHOUT_EFFECT = frozenset(("aten::detach", "detach", "aten::is_pinned", *_READS))
 _AS_STRIDED = "aten::as_strided"  # and what begins with it
 _NUMBERED = ("nccl:", "gloo:", "c10d::", "ProcessGroup")
 # How torch 2.11 writes an entry (csrc/profiler/standalone/execution_trace_observer.cpp), and a tensor in that: its

@@ -15,6 +15,7 @@ from ..compare.schedule import ComparisonSchedule
 from ..compare.verify import Verifier
 from ..graph.cache import Captured, copied
 from ..graph.capture_query import captures, seeing_capture
+from ..graph.graph import OtherAnswerError
 from ..graph.kernel_names import KernelTable
 from ..graph.report import GraphReport, Report
 from ..graph.turns import Turn, turns_on
@@ -116,9 +117,13 @@ class Engine:
                 start = None if start is None else self._session.clock.now()  # a vote waits for the device
             self.replays += 1
             captured.timing.replays += 1
-            if compares or captured.timing.replay.wanted:
-                return self._watched_replay(captured, phase, leaves, start, compares)
-            return captured.replay(leaves)
+            try:
+                if compares or captured.timing.replay.wanted:
+                    return self._watched_replay(captured, phase, leaves, start, compares)
+                return captured.replay(leaves)
+            except OtherAnswerError:
+                eager = partial(self._answer_otherwise, captured, key)
+                return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
         return call_aligned(
             partial(self._call_without_graph, key, start),
             spec,
@@ -140,7 +145,10 @@ class Engine:
         if all_can and isinstance(stage, Cold):
             return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
         if all_can and is_warm and all_want:
-            outputs = self._capture_and_replay(key, layout, leaves)
+            try:
+                outputs = self._capture_and_replay(key, layout, leaves)
+            except OtherAnswerError:
+                return self._answer_otherwise(layout, key, args, kwargs, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
         if layout.refusal is IN_PARTS:
@@ -164,6 +172,17 @@ class Engine:
         self._variation.rest -= 1
         fn = seeing_capture(self._session.fn, self._session.options.capturing is True)
         return self._eager.run(self._variation.reason, lambda: fn(phase, *args, **kwargs))
+
+    def _answer_otherwise(
+        self, of: Captured | Layout, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]
+    ) -> Any:
+        """Call eagerly, because a replay had another answer at a cut, and was undone."""
+        self.replays -= 1
+        of.timing.replays -= 1
+        sees_capture = of.sees_capture if isinstance(of, Captured) else of.answer.sees_capture
+        fn = seeing_capture(self._session.fn, sees_capture)
+        self._questions.miss(key, self.replays)
+        return self._eager.run(_OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -459,5 +478,6 @@ class Engine:
 
 
 _NOT_AGREED = "the ranks have not agreed to capture yet"
+_OTHER_ANSWER = "another answer to a question than the graph was captured with"
 _NOT_CAPTURED = object()  # None may be what a function returns
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -1,4 +1,4 @@
-"""Questions about the input, asked ahead of each call to find its graph."""
+"""Questions to the device: about the input, asked ahead of each call to find its graph; others, at which it is cut."""
 
 from collections.abc import Sequence, Set
 from typing import Any
@@ -24,12 +24,17 @@ class InputQuestions:
 
     Attributes:
         enabled: whether steps may decide by questions. Several ranks would have to agree on the answers.
+        may_cut: whether graphs may be cut where calls ask.
     """
 
     def __init__(self, session: Session) -> None:
         self._device, self._layouts, self._cache = session.device, session.layouts, session.cache
         self._fallback = session.fallback
-        self.enabled = not session.ranks.several
+        self.enabled = self.may_cut = not session.ranks.several
+        # Per key and answers about the input: those at the cuts that a call gets the graph of, () if there are none.
+        self._guesses: dict[tuple[Key, Outcomes], tuple[bool, ...]] = {}
+        self._misses = 0  # calls with another answer at a cut than that
+        self._replays = -1  # how many there were at the last miss
         self._trees: dict[Key, Tree] = {}
         self._asked: dict[tuple[Key, Outcomes], AskedPath] = {}
 
@@ -39,7 +44,8 @@ class InputQuestions:
         if tree is None:
             return key
         answers = self._answers(tree, leaves)
-        return key._replace(answers=NEW if answers is None else answers)
+        guess = None if answers is None else self._guesses.get((key, answers))
+        return key._replace(answers=NEW if answers is None or guess is None else answers + guess)
 
     def is_confirmed(self, key: Key, asked: AskedPath | None, leaves: Sequence[Any], written: Set[str]) -> bool:
         """Return whether a call under the preflight has asked what an earlier one of its key has asked.
@@ -54,19 +60,36 @@ class InputQuestions:
             leaves: its arguments.
             written: what it has left another number in.
         """
+        known = self.asked(key)
         if asked is not None and self._trees and written:
             self._give_up(_WRITES.format(", ".join(sorted(written))))
             return True
+        if known is not None and asked is not None and asked.answers != known.answers:
+            self.miss(key, 0)
+            return not self.may_cut
         alone = Tree()
         if asked is not None and not (alone.add(asked.path) and self._answers(alone, leaves) == asked.path.outcomes):
             self._give_up(_CHANGED)
             return True
         if key.answers in (None, NEW):
             return asked is None
-        known = self.asked(key)
         if known is None or asked != known:
             self._give_up(_CHANGED)
         return True
+
+    def miss(self, key: Key, replays: int) -> None:
+        """Take note of a call with another answer at a cut than that of its key; there were `replays` so far.
+
+        Behind two in a row, the next call shows the answers that are to be expected from then on.
+        """
+        self._misses += 1
+        if replays == self._replays and (asked := self.asked(key)) is not None:
+            self._guesses.pop((key._replace(answers=None), asked.path.outcomes), None)
+        self._replays = replays
+        if self._misses > _FEW and self._misses > _MOST_MISSES * replays:
+            self.may_cut = False
+            self._forget()
+            self._fallback.warn_once("cuts", _MISSES)
 
     def _answers(self, tree: Tree, leaves: Sequence[Any]) -> Outcomes | None:
         """Return the answers for these arguments; None as soon as it is not known what is asked next."""
@@ -78,16 +101,17 @@ class InputQuestions:
 
     def learn(self, key: Key, asked: AskedPath) -> None:
         """Take note of what an eager call has asked, and have its layout be that of the answers."""
-        if not self.enabled:
+        if not self.enabled or (asked.answers and not self.may_cut):  # which this call has put an end to
             return
         plain = key._replace(answers=None)
         tree = self._trees.setdefault(plain, Tree())
         if not tree.add(asked.path) or tree.paths > _MOST_PATHS:
             self._give_up(_TOO_MANY.format(_MOST_PATHS) if tree.paths > _MOST_PATHS else _CHANGED)
             return
-        self._asked[plain, asked.path.outcomes] = asked
-        found = key._replace(answers=asked.path.outcomes)
-        if key != found:
+        found = key._replace(answers=asked.path.outcomes + asked.answers)
+        self._asked[plain, found.answers] = asked
+        self._guesses[plain, asked.path.outcomes] = asked.answers
+        if key != found and found not in self._layouts:
             self._layouts.move(key, found)
 
     def asked(self, key: Key) -> AskedPath | None:
@@ -98,16 +122,26 @@ class InputQuestions:
         """Forget all."""
         self._trees.clear()
         self._asked.clear()
+        self._guesses.clear()
 
-    def _give_up(self, why: str) -> None:
-        self.enabled = False
+    def _forget(self) -> None:
         self._cache.clear()
         self._layouts.clear()
         self.clear()
+
+    def _give_up(self, why: str) -> None:
+        self.enabled = False
+        self._forget()
         self._fallback.warn_once("questions", why)
 
 
 _MOST_PATHS = 64
+_FEW, _MOST_MISSES = 4, 0.25  # misses that are never too many, and their share of the replays that is
+_MISSES = (
+    "what the step asks the device (`if t:`, `.item()` of a boolean) often has another answer than in the call before. "
+    "Such a call is done eagerly. Lines that ask about more than the input are named from now on. Use torch.where "
+    "instead of a branch."
+)
 _CHANGED = (
     "what the step asks the device about its input has changed, after the same answers. Lines that ask are named from "
     "now on."

@@ -13,6 +13,7 @@ from ..keys.inputs import StaticInputs
 from ..keys.key import Key
 from ..preflight.questions import answering_questions
 from ..state.overlaps import keep_apart
+from .cuts import RehearsedCuts
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
@@ -26,7 +27,7 @@ class LayoutCapture:
     Args:
         session: of the engine.
         draws: what is known of the draws on the host.
-        questions: what is known of questions about the input.
+        questions: what is known of questions to the device.
 
     Attributes:
         captures: how many graphs were captured so far.
@@ -79,13 +80,15 @@ class LayoutCapture:
         graph: Graph = new if key.outcomes is None else DrawnGraph(new, self._draws)
         if self._session.names is not None:
             graph = self._session.names.named(graph, [layout.kernels])
+        cuts = layout.cuts or RehearsedCuts(self._session.state)
+        graph = cuts.undone(graph, layout.writes.paths(), self._options.generators)
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
         answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)
 
         def recorded() -> Any:
             versions = inputs.versions()
-            with uploads.in_place(captures=True), answered():
+            with uploads.in_place(captures=True), answered(cuts.cutting(new)):
                 outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs

@@ -13,6 +13,7 @@ from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
 from ..state.overlaps import Writes
+from .cuts import RehearsedCuts
 from .options import WARM_UP
 
 
@@ -76,6 +77,7 @@ class Layout:
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
         timing: how long its calls take.
+        cuts: what its last rehearsal has shown of questions at which a graph is cut; None before there was one.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Layout:
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
         self.timing: Timing = Timing()
+        self.cuts: RehearsedCuts | None = None
         self._has_differed = self._looks_again = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
@@ -122,12 +125,13 @@ class Layout:
 
         Args:
             cold: the stage.
-            problem: why the layout cannot be captured, if that did not help.
+            problem: why the layout cannot be captured, if that did not help. If it is "", it may be done any number of
+                times.
         """
-        if self._looks_again:
+        if problem and self._looks_again:
             self.problem = problem
         else:
-            self._looks_again = True
+            self._looks_again = bool(problem)
             cold.checked, cold.calls_left = False, 2
 
     def note_reads(self, why_unreadable: str, written: Set[str]) -> None:
@@ -138,6 +142,10 @@ class Layout:
     def note_writes(self, written: list[str]) -> None:
         """Take note of what the rehearsal has changed on the host, as a call before it."""
         self.written = written
+
+    def note_cuts(self, cuts: RehearsedCuts) -> None:
+        """Take note of what the rehearsal has shown of questions at which a graph is cut."""
+        self.cuts = cuts
 
     def end_call(self, cold: Cold, problem: str) -> None:
         """End a call of the warm-up, and the warm-up if that was its last call.

@@ -15,6 +15,7 @@ from ..compare.call_record import Record, first_difference, recorded_call
 from ..compare.schedule import ComparisonSchedule
 from ..graph.cache import Captured, GraphLengths
 from ..graph.capture_query import recording, seeing_capture
+from ..graph.graph import Graph
 from ..graph.report import GraphReport
 from ..graph.timing import Timing
 from ..keys.inputs import Spec, StaticInputs, TensorSpec
@@ -222,7 +223,7 @@ class MultiStepGraphs:
     ) -> Captured:
         rows = windows * len(steps.singles)
         inputs = StaticInputs(*_rows(steps.key.spec, rows), [buffer[:rows] for buffer in lengths.buffers])
-        graph = self._cache.new_graph(self._session.stream, self._session.options.generators)
+        graph: Graph = self._cache.new_graph(self._session.stream, self._session.options.generators)
         if self._session.names is not None:
             noted = [self._layouts.layout_of(single).kernels for single in steps.singles]
             graph = self._session.names.named(graph, noted * windows)

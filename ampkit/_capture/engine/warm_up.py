@@ -25,6 +25,7 @@ from ..preflight.questions import AskedPath, QuestionRecorder, answering_questio
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
+from .cuts import RehearsedCuts
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
 from .input_questions import InputQuestions
@@ -39,7 +40,7 @@ class WarmUp:
         session: of the engine.
         eager: makes the calls.
         draws: what is known of the draws on the host.
-        questions: what is known of questions about the input.
+        questions: what is known of questions to the device.
     """
 
     def __init__(self, session: Session, eager: EagerCalls, draws: HostDraws, questions: InputQuestions) -> None:
@@ -94,10 +95,12 @@ class WarmUp:
                         drawn = NOTHING_DRAWN  # where others of its input draw
                     asked = self._judge(key, layout, cold, call.leaves, seen)
                 elif not layout.problem and cold.calls_left < 2 and not self._state.is_undecided():
-                    outputs, is_seen = self._rehearse(key, layout, call)
+                    outputs, is_seen, is_asked = self._rehearse(key, layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
-                    if not is_seen:
-                        layout.look_again(cold, _REPLACES)
+                    if not (is_seen and is_asked):
+                        layout.look_again(cold, "" if is_seen else _REPLACES)
+                    if not is_asked:
+                        self._questions.miss(key, 0)
                 else:
                     outputs = self._call(layout, cold, call)
                     layout.count_call(cold)
@@ -121,8 +124,14 @@ class WarmUp:
             layout.timing.eager.add(call.start, self._session.clock.now())
         return outputs
 
-    def _rehearse(self, key: Key, layout: Layout, call: EagerCall) -> tuple[Any, bool]:
-        """Make the call. Return what it returns, and whether the preflight has seen each place that it has replaced."""
+    def _rehearse(self, key: Key, layout: Layout, call: EagerCall) -> tuple[Any, bool, bool]:
+        """Make the call.
+
+        Returns:
+            What it returns; whether the preflight has seen each place that it has replaced; and whether its answers at
+            cuts were those of the call under the preflight, behind which its code may have taken other branches.
+        """
+        asked, cuts = self._questions.asked(key), RehearsedCuts(self._state)
         carried, held = self._state.carried, self._state.held_tensors()
         places = carried.places(held)
 
@@ -133,17 +142,19 @@ class WarmUp:
                 layout.rehearsing(),
                 answering(layout.answer.sees_capture),
                 self._session.uploads.in_place(),
-                answering_questions(self._questions.asked(key), self._session.device, captures=False),
+                answering_questions(asked, self._session.device, cuts.ask, captures=False),
             ):
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
         # The first call may have taken other branches, where it made something that later calls find.
-        with self._state.noting_reads(in_parts=lambda: False):
+        with self._state.noting_reads(in_parts=lambda: False), cuts.rehearsing():
             outputs = self._eager.run(layout.reason, rehearsal)
+        layout.note_cuts(cuts)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
         self._compare_what_was_read(layout)
-        return outputs, not carried.has_more(places, held)
+        is_asked = asked is None or tuple(cuts.answers) == asked.answers
+        return outputs, not carried.has_more(places, held), is_asked
 
     def _look(self, layout: Layout, cold: Cold, call: EagerCall) -> "_Seen":
         """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
@@ -173,7 +184,9 @@ class WarmUp:
             generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
             provenance = Provenance()
             observers: list[Callable[..., object]] = [observer, *([provenance] if session.on_cuda else [])]
-            questions = QuestionRecorder(session.device, call.leaves, session.uploads.has)
+            is_drawn = (lambda _: False) if draws is None else draws.has_drawn
+            cuts = self._questions.may_cut
+            questions = QuestionRecorder(session.device, call.leaves, session.uploads.has, is_drawn, cuts=cuts)
             if self._questions.enabled:
                 observers.append(questions)
             preflight = Preflight(session.device, generators, observers=observers, draws=draws, bitmaps=bitmaps)

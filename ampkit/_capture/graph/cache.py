@@ -313,7 +313,7 @@ class Cache:
         self._dropped = combined([self._dropped, captured.timing.saving()])
         captured.timing.replays = 0  # they are counted; a later graph of this layout goes on with this timing
 
-    def new_graph(self, stream: Any, generators: Any) -> Graph:
+    def new_graph(self, stream: Any, generators: Any) -> CudaGraph | EmulatedGraph:
         """Return a graph to capture: an emulated one if there is no stream."""
         return EmulatedGraph() if stream is None else CudaGraph(stream, self._pool, generators)
 

@@ -29,6 +29,13 @@ def same(outputs: Any) -> Any:
     return outputs
 
 
+class OtherAnswerError(BaseException):
+    """The host reads another answer in a replay than the one that the rest of the graph was captured with.
+
+    In an emulated graph it is raised in the user's code, which may catch each `Exception`.
+    """
+
+
 class Graph(Protocol):
     """A graph, emulated or not."""
 
@@ -36,7 +43,11 @@ class Graph(Protocol):
         """Record `then(fn())` without doing its work. `context` returns a context in which `fn` is called."""
 
     def replay(self) -> Any:
-        """Do the recorded work; return what `then` returned. The next replay overwrites its tensors."""
+        """Do the recorded work; return what `then` returned. The next replay overwrites its tensors.
+
+        Raises:
+            OtherAnswerError: at a cut, the answer was another one. What comes behind it was not done.
+        """
 
     def reset(self) -> None:
         """Release the graph and its memory."""
@@ -86,6 +97,11 @@ class Pool:
         self._graphs.add(graph)
         return self._handle
 
+    @property
+    def handle(self) -> Any:
+        """Torch's token of it."""
+        return self._handle
+
     def leave(self, graph: "CudaGraph") -> None:
         """Count a graph out."""
         self._graphs.discard(graph)
@@ -99,7 +115,7 @@ class Pool:
 
 @dataclass(eq=False)
 class CudaGraph:
-    """A CUDA graph.
+    """A CUDA graph. Where it is cut, it is several of them, and the host reads an answer behind each one but the last.
 
     Args:
         stream: the side stream to capture on. `fn` must have run on it before, for cuBLAS workspaces and autograd's
@@ -113,6 +129,8 @@ class CudaGraph:
     _generators: Sequence[torch.Generator] = ()
     _graph: torch.cuda.CUDAGraph | None = None
     _outputs: Any = None
+    _pieces: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, bool]] = field(default_factory=list)  # those in front of it
+    _captured: torch.cuda.CUDAGraph | None = None  # the piece that is being captured
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`. Nothing of it has run on the device when this returns.
@@ -128,33 +146,50 @@ class CudaGraph:
         assert self._graph is None  # one capture per object
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
-        graph, handle = self._new_graph(), self._pool.enter(self)
+        self._captured, handle = self._new_graph(), self._pool.enter(self)
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), no_collection(), within_capture():
             try:
                 torch.cuda.current_blas_handle()  # one per thread, and another thread may have warmed up
                 with growing_segments():
-                    # thread_local: a data loader or another thread may allocate and pin memory meanwhile.
-                    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                    self._captured.capture_begin(pool=handle, capture_error_mode=_CAPTURE_MODE)
                     with hidden_capture(self._stream), one_stream(), context():
                         outputs = fn()
                     self._outputs = then(outputs)
                     del outputs
-                    with warnings.catch_warnings(record=True) as caught:
-                        warnings.simplefilter("always")
-                        graph.capture_end()
-                if any("is empty" in str(warning.message) for warning in caught):
+                    is_empty = self._end_piece()
+                if is_empty and not self._pieces:
                     warnings.warn(_EMPTY, CaptureWarning, stacklevel=1)
             except BaseException as error:
                 self._outputs = None
-                self._recover(graph, handle)
+                self._recover(self._captured, handle)
                 if not isinstance(error, Exception):
                     raise  # KeyboardInterrupt and the like do not come from the step
                 raise CaptureError(describe_failure(error)) from error
-        self._graph = graph
+        self._graph, self._captured = self._captured, None
+
+    def cut(self, asked: torch.Tensor, answer: bool) -> None:
+        """End a piece where `fn` asks, and begin the next one, which a replay does only after the same answer."""
+        self._end_piece()
+        assert self._captured is not None  # set by capture
+        self._pieces.append((self._captured, asked, answer))
+        self._captured = self._new_graph()
+        self._captured.capture_begin(pool=self._pool.handle, capture_error_mode=_CAPTURE_MODE)
+
+    def _end_piece(self) -> bool:
+        """End the capture of a piece. Return whether there is nothing in it."""
+        assert self._captured is not None  # set by capture
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._captured.capture_end()
+        return any("is empty" in str(warning.message) for warning in caught)
 
     def replay(self) -> Any:
-        """Launch the graph on the current stream. Sync: none. Aliasing: the outputs are the graph's own memory."""
+        """Launch the graph on the current stream. Sync: at each cut. Aliasing: the outputs are its own memory."""
         assert self._graph is not None  # set by capture
+        for piece, asked, answer in self._pieces:
+            piece.replay()
+            if is_true(asked) is not answer:
+                raise OtherAnswerError
         self._graph.replay()
         return self._outputs
 
@@ -165,7 +200,12 @@ class CudaGraph:
             torch.cuda.synchronize(self._stream.device)
             self._graph.reset()
             self._graph = None
+            self._drop_pieces()
             self._pool.leave(self)
+
+    def _drop_pieces(self) -> None:
+        while self._pieces:
+            self._pieces.pop()[0].reset()
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -173,8 +213,10 @@ class CudaGraph:
             graph.register_generator_state(generator)
         return graph
 
-    def _recover(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+    def _recover(self, graph: torch.cuda.CUDAGraph | None, handle: Any) -> None:
         """Bring the process back to where it was before `capture_begin`. Measured on torch 2.11, H100."""
+        assert graph is not None  # set by capture
+        self._captured = None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
@@ -192,6 +234,7 @@ class CudaGraph:
             valid.capture_end()
             valid.reset()
         graph.reset()
+        self._drop_pieces()
         self._pool.leave(self)
         torch.cuda.empty_cache()
 
@@ -207,6 +250,11 @@ class EmulatedGraph:
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Keep `fn`. It runs in the first replay for the first time, then in this context."""
         self._fn, self._make_context, self._then = fn, context, then
+
+    def cut(self, asked: torch.Tensor, answer: bool) -> None:
+        """End the replay where `fn` asks if that has another answer."""
+        if is_true(asked) is not answer:
+            raise OtherAnswerError
 
     def replay(self) -> Any:
         """Run the function."""
@@ -225,6 +273,8 @@ class EmulatedGraph:
         self._fn = None
 
 
+is_true = torch.Tensor.__bool__  # which is replaced in captures
+_CAPTURE_MODE = "thread_local"  # a data loader or another thread may allocate and pin memory meanwhile
 _EMPTY = "The captured step launched no CUDA kernel: a replay does nothing. Is the model on the device?"
 _KEPT_GRAPH = (
     "Delete what keeps the autograd graph of an earlier step alive (`del loss`), and make DistributedDataParallel "

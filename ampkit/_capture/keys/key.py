@@ -33,7 +33,7 @@ class Key(NamedTuple):
             true = [str(number) for number, outcome in enumerate(self.outcomes, 1) if outcome]
             which = f" ({', '.join(true)})" if 0 < len(true) < len(self.outcomes) else ""
             outcomes += f": {len(true)} of {len(self.outcomes)} comparisons true{which}"
-        answers = "" if self.answers is None else f"questions about the input: {', '.join(map(str, self.answers))}"
+        answers = f"questions to the device: {', '.join(map(str, self.answers))}" if self.answers else ""
         return "; ".join(filter(None, (str(self.spec), phase, outcomes, answers)))
 
 

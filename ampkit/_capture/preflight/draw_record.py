@@ -199,6 +199,10 @@ class DrawRecorder:
             return frozenset()
         return self._sources.get(storage_address(tensor), frozenset())
 
+    def has_drawn(self, tensor: Tensor) -> bool:
+        """Return whether there are draws in a tensor; where graphs are emulated, also draws of the device."""
+        return bool(self._draws_in(tensor))
+
     def _is_known(self, tensor: Tensor) -> bool:
         """Return whether a tensor is made of draws and numbers alone."""
         return _geometry(tensor) in self._slots or self._constant(tensor) is not None

@@ -1,15 +1,21 @@
-"""What a call asks the device about its input alone, recorded so that it can be asked ahead of a replay.
+"""What a call asks the device, recorded so that a replay asks the same: ahead of it, or between two pieces of a graph.
 
-`if labels.max() >= classes:`, `if mask.all():` and `if pad in ids:` read what the batch has in it. A graph cannot wait
-for that. But each call can compute the same from its batch before its graph is chosen, and each combination of answers
-has a graph of its own, as those of random draws on the host have.
+A question is one if the host learns no more than true or false (`if t:`, `.item()` of a boolean). A graph cannot wait
+for that. There are two ways out:
 
-A question is one if its tensor is computed from the input and from constants alone, by operations that can be repeated,
-and if the host learns no more than true or false (`if t:`, `.item()` of a boolean). Constants are numbers of Python's,
+*Ahead.* `if labels.max() >= classes:`, `if mask.all():` and `if pad in ids:` read what the batch has in it. Each call
+can compute the same from its batch before its graph is chosen, and each combination of answers has a graph of its own,
+as those of random draws on the host have. So it is if the tensor is computed from the input and from constants alone,
+by operations that can be repeated. Constants are numbers of Python's,
 and what is made anew with values (`torch.ones`). About constants alone, the answer is always the same. Memory whose
 address is given out (`data_ptr`) is neither from then on: a kernel of Triton's writes there, and no mode sees it.
 
-In the rehearsal and in the capture the recorded answers are given, by their order, in place of the values.
+*At a cut.* `if not torch.isfinite(logits).all():` is about anything else. There the graph ends, and another one begins.
+A replay launches the first, reads the answer, and launches the second if that was captured with the same answer. Else
+what the first has written is put back, and the call is eager. The code behind a question is never run on a guess: it
+might index out of range where it was to raise, which no process survives.
+
+In the capture the answers are given by their order: ahead, those of the key; at a cut, that of the rehearsal.
 """
 
 from collections import Counter
@@ -22,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..._errors import CaptureError
+from ..._torch.autograd.autograd import in_backward
 from ..._torch.tensors.modes import without_modes
 from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
@@ -33,7 +40,6 @@ from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment
 
 wraps_operations(__file__)
 
-_Look = tuple[torch.Size, torch.dtype]
 _Geometry = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -47,11 +53,20 @@ class _Made(NamedTuple):
 _Source = Leaf | Held | _Made
 
 
-class AskedPath(NamedTuple):
-    """What a call has asked: the questions, with what computes them and the answers."""
+class Question(NamedTuple):
+    """A tensor of the device, of which the host learns whether it is true."""
 
-    path: DrawPath
-    answered: tuple[_Look | None, ...]  # for each tensor of the device that the host has read; None if no question
+    shape: torch.Size
+    dtype: torch.dtype
+    cuts: bool  # whether the graph is cut there. Otherwise it is asked ahead
+
+
+class AskedPath(NamedTuple):
+    """What a call has asked."""
+
+    path: DrawPath  # the questions that are asked ahead, with what computes them and the answers
+    questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
+    answers: tuple[bool, ...]  # at the cuts
 
 
 class QuestionRecorder:
@@ -61,16 +76,27 @@ class QuestionRecorder:
         device: where the step computes.
         leaves: the arguments of the call.
         is_constant: whether a tensor is the same in each call.
+        is_drawn: whether there are numbers in it that the host has drawn; where graphs are emulated, in any tensor.
+        cuts: whether graphs may be cut.
     """
 
-    def __init__(self, device: torch.device, leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> None:
-        self._device, self._is_constant = device, is_constant
+    def __init__(
+        self,
+        device: torch.device,
+        leaves: Sequence[Any],
+        is_constant: Callable[[Tensor], bool],
+        is_drawn: Callable[[Tensor], bool],
+        *,
+        cuts: bool,
+    ) -> None:
+        self._device, self._is_constant, self._is_drawn, self._cuts = device, is_constant, is_drawn, cuts
         # With the number of its results, and what its arguments are made of.
         self._operations: list[tuple[Any, Any, Any, int, list[_Source | None]]] = []
         # By address and geometry: what a tensor is made of.
         self._made: dict[int, dict[_Geometry, _Source]] = {}
         self._reads: list[tuple[_Source, bool]] = []
-        self._answered: list[_Look | None] = []
+        self._questions: list[Question | None] = []
+        self._answers: list[bool] = []
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
         for number, leaf in tensors:
@@ -116,7 +142,7 @@ class QuestionRecorder:
 
     def asked(self) -> AskedPath | None:
         """Return what was asked, None if nothing was."""
-        if not self._reads:
+        if not (self._reads or self._answers):
             return None
         slots: dict[int, int] = {}
         segments, count = [], 0
@@ -132,23 +158,29 @@ class QuestionRecorder:
             always = not any(isinstance(each, Leaf) for each in self._origins(source))
             read = NumberRead(_with_slots(source, slots), bool, always=always)
             segments.append(Segment(tuple(operations), read, answer))
-        return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._answered))
+        return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._questions), tuple(self._answers))
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
         if tensor.device.type != self._device.type:
             return original(tensor)
         source = self._source(tensor, storage_address(tensor))
-        if source is None or len(self._needed(source)) > _MOST_OPERATIONS:
-            self._answered.append(None)
+        if source is not None and len(self._needed(source)) > _MOST_OPERATIONS:
+            source = None
+        cuts = source is None
+        if cuts and not (self._cuts and _is_plain(tensor) and not (in_backward() or self._is_drawn(tensor))):
+            self._questions.append(None)
             return original(tensor)
         with Undo() as undo, without_modes():  # a question is no finding
             if tensor.is_cuda:
                 undo.note(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
                 torch.cuda.set_sync_debug_mode("default")
             value = bool(original(tensor))
-        self._answered.append((tensor.shape, tensor.dtype))
-        self._reads.append((source, value))
+        self._questions.append(Question(tensor.shape, tensor.dtype, cuts))
+        if source is None:
+            self._answers.append(value)
+        else:
+            self._reads.append((source, value))
         return value
 
     def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
@@ -156,7 +188,7 @@ class QuestionRecorder:
         if tensor.dtype is torch.bool:
             return self._asked(original, tensor)
         if tensor.device.type == self._device.type:
-            self._answered.append(None)
+            self._questions.append(None)
         return original(tensor)
 
     def _give_out(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -195,24 +227,29 @@ class QuestionRecorder:
 
 
 @contextmanager
-def answering_questions(asked: AskedPath | None, device: torch.device, *, captures: bool) -> Iterator[None]:
+def answering_questions(
+    asked: AskedPath | None, device: torch.device, at_cut: Callable[[Tensor], bool], *, captures: bool
+) -> Iterator[None]:
     """Context of a rehearsal or a capture, in which what a call asks gets the recorded answers, in their order.
 
-    It is an error if a call that `captures` does not ask all of it.
+    Where the graph is cut, `at_cut` gives the answer. It is an error if a call that `captures` does not ask all of it.
     """
     if asked is None:
         yield
         return
-    answered = iter(asked.answered)
+    questions = iter(asked.questions)
     outcomes = iter(asked.path.outcomes)
     reads: list[Tensor] = []  # a torch function mode, as the rehearsal's, calls the same function again
 
     def answer(original: Callable[..., Any], tensor: Tensor) -> Any:
-        if tensor.device.type == device.type and not reads and (look := next(answered, None)) is not None:
-            if look == (tensor.shape, tensor.dtype):
+        if tensor.device.type == device.type and not reads and (question := next(questions, None)) is not None:
+            if question[:2] != (tensor.shape, tensor.dtype):
+                if captures:
+                    raise CaptureError(_OTHERS.format(running_line(real_frame())))
+            elif not question.cuts:
                 return next(outcomes)
-            if captures:
-                raise CaptureError(_OTHERS.format(running_line(real_frame())))
+            else:
+                original = at_cut
         reads.append(tensor)
         try:
             return original(tensor)
@@ -223,7 +260,7 @@ def answering_questions(asked: AskedPath | None, device: torch.device, *, captur
         for name in ("__bool__", "item"):
             replace_here(undo, Tensor, name, answer)
         yield
-    if captures and next(answered, None) is not None:
+    if captures and next(questions, None) is not None:
         raise CaptureError(_OTHERS.format("the step"))
 
 
@@ -245,6 +282,6 @@ def _with_slots(value: Any, slots: dict[int, int]) -> Any:
 
 _MOST_OPERATIONS = 64  # of a question
 _OTHERS = (
-    "{0} asks the device something else about the input than in the calls before, after the same answers. What it asks "
-    "must depend on the batch and on what was asked before"
+    "{0} asks the device something else than in the calls before, after the same answers. What it asks must depend on "
+    "the batch and on what was asked before"
 )

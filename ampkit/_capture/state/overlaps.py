@@ -27,7 +27,7 @@ class Writes:
     @contextmanager
     def noted(self, state: TrainingState) -> Iterator[None]:
         """Context for an eager call. It notes the tensors of the state that the call changes or makes. Sync: none."""
-        before = {path: (tensor, _version(tensor)) for path, tensor in _memory(state).items()}
+        before = {path: (tensor, version_of(tensor)) for path, tensor in memory_of(state).items()}
         # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
             values: dict[str, Tensor] = {}
@@ -39,9 +39,9 @@ class Writes:
         yield
         flags: dict[torch.device, dict[str, Tensor]] = {}
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():
-            for path, tensor in _memory(state).items():
+            for path, tensor in memory_of(state).items():
                 was, number = before.get(path, (None, None))
-                if was is not tensor or number is None or number != _version(tensor):
+                if was is not tensor or number is None or number != version_of(tensor):
                     self._paths.add(path)
                 elif path in values:
                     differs = (values.pop(path) != bits(tensor)).any()
@@ -81,7 +81,7 @@ def keep_apart(inputs: StaticInputs, state: TrainingState, changed: set[str]) ->
     The state keeps its addresses as long as the graph may be replayed. `changed` has the paths of what the step
     changes, as far as that is known.
     """
-    inputs.keep_apart(_written(state, changed), Spans(_memory(state)))
+    inputs.keep_apart(_written(state, changed), Spans(memory_of(state)))
 
 
 def may_change(state: TrainingState, writes: Writes | None) -> Spans:
@@ -89,18 +89,18 @@ def may_change(state: TrainingState, writes: Writes | None) -> Spans:
 
     Sync: waits for the device if what a call has changed was not asked for before.
     """
-    return _written(state, writes.paths()) if writes is not None and writes.known else Spans(_memory(state))
+    return _written(state, writes.paths()) if writes is not None and writes.known else Spans(memory_of(state))
 
 
 def _written(state: TrainingState, changed: set[str]) -> Spans:
-    tensors = _memory(state)
+    tensors = memory_of(state)
     stepped = {param for optimizer in state.optimizers for group in optimizer.param_groups for param in group["params"]}
     # `Writes` does not find what an optimizer changes through `.data`.
     written = {path for path, tensor in tensors.items() if tensor in stepped and tensor.requires_grad} | changed
     return Spans({path: tensor for path, tensor in tensors.items() if path in written})
 
 
-def _memory(state: TrainingState) -> dict[str, Tensor]:
+def memory_of(state: TrainingState) -> dict[str, Tensor]:
     """Return all tensors of the state by path, with the gradients that are there when the step begins."""
     tensors: dict[str, Tensor] = dict(state.tensors())
     if not state.finds_gradients:
@@ -109,7 +109,7 @@ def _memory(state: TrainingState) -> dict[str, Tensor]:
     return tensors | {path: gradient for path, gradient in gradients.items() if gradient is not None}
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """Return the number of changes in place so far, None if torch does not count them for this tensor."""
     return None if tensor.is_inference() else version(tensor)
 

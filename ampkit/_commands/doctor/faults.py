@@ -158,6 +158,12 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
         )
         advice = "Check batches before the loop or in the loader, or use torch.where instead of a branch."
         yield Fault("low", "question about the batch", "", what, advice)
+    if trial.cuts:
+        what = (
+            f"the host asks the device {trial.cuts} question(s) about more than the batch in a step: the graph is cut "
+            "there, and a call waits for the answer before it goes on"
+        )
+        yield Fault("low", "question to the device", "", what, "Use torch.where instead of a branch.")
 
 
 def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
@@ -168,7 +174,8 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         generators = trial.subject.options.get("generators", ())
         # Constants that are copied to the device can be captured, too, and so can questions about the batch.
         provenance, uploads = Provenance(), Uploads(trial.device, HostTensors())
-        questions = QuestionRecorder(trial.device, tree_flatten(trial.kept)[0], uploads.has)
+        leaves = tree_flatten(trial.kept)[0]
+        questions = QuestionRecorder(trial.device, leaves, uploads.has, draws.has_drawn, cuts=True)
         observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
         preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws, observers=observers))
         stack.enter_context(uploads.learning(provenance))
@@ -180,7 +187,7 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
     trial.decisions = 0 if draws.path is None else len(draws.path.outcomes)
     asked = questions.asked()
-    trial.questions = 0 if asked is None else len(asked.path.outcomes)
+    trial.questions, trial.cuts = (0, 0) if asked is None else (len(asked.path.outcomes), len(asked.answers))
     return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
 
 
@@ -236,7 +243,7 @@ def host_faults(trial: Trial) -> Iterator[Fault]:
     """
     found: Counter[tuple[str, str]] = Counter()
     lines: dict[str, str] = {}
-    if trial.decisions or trial.questions:
+    if trial.decisions or trial.questions or trial.cuts:
         return
     for records in trial.records.values():
         for other in records[1:]:

@@ -119,6 +119,7 @@ class Trial:
         self.records: dict[Any, list[list[TorchCall]]] = {}
         self.decisions = 0  # comparisons with random draws of the host, in one step
         self.questions = 0  # about the batch, in one step
+        self.cuts = 0  # questions about anything else
         self.uncapturable_lines: set[str] = set()
         self._seen: set[Any] = set()
         with subject.origins:

@@ -1,0 +1,91 @@
+"""Where the host asks the device something that nobody knows ahead, a graph is cut, and a replay asks there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._errors import CaptureError
+from ..._undo import Undo
+from ..graph.graph import CudaGraph, EmulatedGraph, Graph, MakeContext, Then, is_true, same
+from ..state.backup import Backup, EarlyWrites
+from ..state.state import TrainingState
+
+
+class RehearsedCuts:
+    """What the rehearsal of a layout has shown of the questions at which its graph is cut.
+
+    Args:
+        state: what calls may change.
+
+    Attributes:
+        answers: those of the rehearsal.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self.answers: list[bool] = []
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Context of the rehearsal."""
+        with Undo() as undo:
+            self._writes = EarlyWrites(self._state, undo)
+            yield
+
+    def ask(self, asked: Tensor) -> bool:
+        """Return the answer in the rehearsal."""
+        self.answers.append(is_true(asked))
+        self._writes.note()
+        return self.answers[-1]
+
+    def cutting(self, graph: CudaGraph | EmulatedGraph) -> Callable[[Tensor], bool]:
+        """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal."""
+        answers = iter(self.answers)
+
+        def cut(asked: Tensor) -> bool:
+            answer = next(answers, None)
+            if answer is None:
+                raise CaptureError("the step asks the device more than in the calls before")
+            graph.cut(asked, answer)
+            return answer
+
+        return cut
+
+    def undone(self, graph: Graph, written: set[str], generators: Sequence[torch.Generator]) -> "Graph":
+        """Return a graph whose replays are undone where they get another answer.
+
+        Args:
+            graph: as it is.
+            written: the paths of the tensors of the state that such calls change.
+            generators: those that they draw from, beside the default ones.
+        """
+        return CutGraph(graph, Backup(self._writes.tensors(written), generators)) if self.answers else graph
+
+
+@dataclass(frozen=True, eq=False)
+class CutGraph:
+    """A graph with cuts. A replay that ends at one of them has done nothing."""
+
+    _graph: Graph
+    _backup: Backup
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, see `Graph`."""
+        self._graph.capture(fn, context, then)
+
+    def replay(self) -> Any:
+        """Do the recorded work, see `Graph`. Sync: at each cut."""
+        self._backup.save()
+        try:
+            return self._graph.replay()
+        except BaseException:  # or an interrupt between two pieces
+            self._backup.restore()
+            raise
+
+    def reset(self) -> None:
+        """Release the graph, see `Graph`."""
+        self._graph.reset()

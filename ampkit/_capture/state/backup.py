@@ -1,0 +1,94 @@
+"""Copies of what a call writes before it asks the device something: a replay that gets another answer is undone."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..._torch.device.rnn_dropout import put_back
+from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
+from ..._torch.tensors.tensors import foreach_copy_
+from ..._undo import Undo
+from .overlaps import memory_of, version_of
+from .snapshot import all_generators
+from .state import TrainingState
+
+
+class EarlyWrites:
+    """Finds which tensors of the state an eager call has written by a moment. To be made in front of the call.
+
+    Args:
+        state: what the call may change.
+        undo: at its end, no step of an optimizer is noticed any more.
+    """
+
+    def __init__(self, state: TrainingState, undo: Undo) -> None:
+        self._state = state
+        self._before = {path: version_of(tensor) for path, tensor in memory_of(state).items()}
+        self._stepped: set[Optimizer] = set()
+        self._early: set[str] = set()
+        undo.note(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer)).remove)
+
+    def note(self) -> None:
+        """Take note that the moment is now, or later."""
+        # Of an optimizer all: it may change it through `.data`, which raises no version.
+        params = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
+        kept = [optimizer.state.get(param, {}).values() for optimizer in self._stepped for param in params]
+        stepped = {id(value) for values in kept for value in values} | set(map(id, params))
+        self._early |= {path for path, tensor in memory_of(self._state).items() if id(tensor) in stepped}
+        self._early |= self._changed()
+
+    def tensors(self, written: set[str]) -> list[Tensor]:
+        """Return the tensors that were written by then. To be called behind the call.
+
+        Args:
+            written: the paths of what such calls change. Of these torch does not count all writes, as those of
+                `batch_norm` to its running statistics: what was written without a count may have been written early.
+        """
+        early = self._early | (written - self._changed())
+        return [tensor for path, tensor in memory_of(self._state).items() if path in early]
+
+    def _changed(self) -> set[str]:
+        now = memory_of(self._state).items()
+        return {
+            path for path, tensor in now if self._before.get(path) is None or version_of(tensor) != self._before[path]
+        }
+
+
+class Backup:
+    """Copies of some tensors and of the states of generators, made in front of each replay of a graph.
+
+    Args:
+        tensors: what the graph writes before a question.
+        generators: those beside torch's default ones.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copies = [*map(torch.empty_like, self._tensors)]
+        self._generators = all_generators(generators)
+        self._random: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.nbytes for copy in self._copies)
+
+    def save(self) -> None:
+        """Copy. Sync: none."""
+        self._random = [generator.get_state() for generator in self._generators]
+        self._copy(self._copies, self._tensors)
+
+    def restore(self) -> None:
+        """Put all back, in place. Sync: none."""
+        self._copy(self._tensors, self._copies)
+        for generator, state in zip(self._generators, self._random, strict=True):
+            put_back(generator, state)
+
+    @staticmethod
+    def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+        if to:
+            with torch.no_grad(), without_dispatch_modes(), without_torch_function():
+                foreach_copy_(to, source)

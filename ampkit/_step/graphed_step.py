@@ -136,9 +136,10 @@ def graphed_step(
         annotate: note which module each kernel of a graph belongs to, so that `ampkit.debug.name_kernels` can name the
             kernels of replays in a profiler trace (docs/traces.md). The last warm-up call of each layout then runs
             under torch.profiler, and waits for the device.
-        host_writes: what happens where each call changes a number of the host, or makes a list or dict longer, which a
-            replay would not do. "name": such a line is one that cannot be captured. "ignore": it is captured, and the
-            number stays as the capture leaves it. Names, as messages have them (`["self.calls"]`): only these stay so.
+        host_writes: what happens where each call changes a number of the host, makes a list or dict longer, or writes
+            to a file, which a replay would not do. "name": such a line is one that cannot be captured. "ignore": it is
+            captured, and the number stays as the capture leaves it. Names, as messages have them (`["self.calls"]`):
+            only these stay so.
         arithmetic: "ampkit": a fused optimizer unscales and clips in its kernel, and reads its rate from the device.
             "torch": unscale, measure the norm, clip and step one after the other, as `scaler.unscale_`,
             `clip_grad_norm_` and `scaler.step` do, with the rate as it is in `param_groups`. Under deterministic

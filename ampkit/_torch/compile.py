@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from .guard import private
 from .tensors.modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
+COMPILER_FOLDERS = tuple(f"{Path(torch.__file__).parents[1] / folder}{os.sep}" for folder in COMPILER)
 _WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
 _WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written
 private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before

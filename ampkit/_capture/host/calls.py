@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._torch.compile import COMPILER, is_compiling
+from ..._torch.compile import COMPILER_FOLDERS, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
@@ -24,7 +24,6 @@ from .objects import HeldTable, any_name, holders
 
 # The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
-_COMPILER = tuple(TORCH + folder.removeprefix("torch/").replace("/", os.sep) for folder in COMPILER)
 _PACKAGES = f"-packages{os.sep}"
 KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # what each module has
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -164,7 +163,7 @@ class CallRecorder:
             return not is_ampkits(caller) or frame.f_code not in _LISTING
         # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts
         # of Python's library call others.
-        is_others = caller.f_code.co_filename.startswith(_COMPILER) or not through <= _PASSING_ON
+        is_others = caller.f_code.co_filename.startswith(COMPILER_FOLDERS) or not through <= _PASSING_ON
         return origin is Origin.PACKAGE and not is_others
 
     def names(self, observed: bool) -> Names:
@@ -205,7 +204,7 @@ class _Before:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [(module, vars(module), dict(vars(module))) for module in modules]
-        self._inside: list[tuple[nn.Module, HeldTable, str, Any]] = []
+        self._inside: list[tuple[nn.Module, HeldTable, str, str, Any]] = []
         seen: dict[str, set[int]] = {}  # what lies under several names is kept for each of them
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -213,37 +212,38 @@ class _Before:
                     found = holders(value, any_name, seen.setdefault(name, set()))
                     # By the name by which the code that changes it reads it.
                     self._inside += [
-                        (module, each, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
+                        (module, each, name, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
                     ]
 
     def changed(self) -> Iterator[str]:
         """Yield the names of what has changed since."""
         for _, table, before in self._tables:
             yield from _changed_keys(before, table)
-        for _, holder, name, was in self._inside:
+        for _, holder, _, name, was in self._inside:
             now = holder.copy()
             if isinstance(was, dict) and isinstance(now, dict):
                 yield from (key if isinstance(key, str) else name for key in _changed_keys(was, now))
             elif len(was) != len(now) or not all(map(operator.is_, was, now)):
                 yield name
 
-    def written(self) -> Iterator[str]:
-        """Yield the names under which there is another number now, or a list, dict or deque of another length."""
+    def written(self) -> Iterator[tuple[str, str]]:
+        """Yield the names under which there is another number now, a list, dict or deque of another length, or a file
+        that was written or read on; each with that of the attribute that it is in."""
         for module, table, before in self._tables:
             if is_looked_into(module):
                 found = (key for key, now in table.items() if is_write(before.get(key, ABSENT), now))
-                yield from (key for key in found if key not in KEPT_ELSEWHERE)
-        for module, holder, name, was in self._inside:
+                yield from ((key, key) for key in found if key not in KEPT_ELSEWHERE)
+        for module, holder, attribute, name, was in self._inside:
             now = holder.copy() if is_looked_into(module) else was
             if isinstance(was, dict) and isinstance(now, dict):
-                yield from (str(key) for key in now if is_write(was.get(key, ABSENT), now[key]))
+                yield from ((str(key), attribute) for key in now if is_write(was.get(key, ABSENT), now[key]))
             if len(was) != len(now) or (isinstance(was, list) and any(map(is_write, was, now))):
-                yield name
+                yield name, attribute
 
     def has_tensor(self, name: str) -> bool:
         """Return whether something of this name is a tensor now."""
         tables = [now for _, now, _ in self._tables]
-        tables += [holder.table for _, holder, _, _ in self._inside if isinstance(holder.table, dict)]
+        tables += [holder.table for _, holder, *_ in self._inside if isinstance(holder.table, dict)]
         return any(isinstance(dict.get(table, name), Tensor) for table in tables)
 
 

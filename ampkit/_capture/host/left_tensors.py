@@ -17,7 +17,7 @@ from ..._torch.tensors.tree import tensors_in
 from .calls import KEPT_ELSEWHERE
 from .code import given_before
 from .constants import ABSENT, are_same
-from .objects import Reach, any_name, holders
+from .objects import File, Reach, any_name, holders
 
 
 class LeftTensors:
@@ -44,11 +44,12 @@ class LeftTensors:
         beside = [part for value in values if is_module(value) for part in parts_of(value)]
         held += chain.from_iterable((vars(part), module_tables(part)[1]) for part in beside)
         tables = [*map(vars, modules), *(table for table in held if isinstance(table, (dict, list)))]
+        self._files = [table for table in held if isinstance(table, File)]
         self._before = [(table, dict(_entries(table))) for table in tables]
 
     def contents(self) -> list[Any]:
-        """Return all that they hold now."""
-        return gc.get_referents(*[table for table, _ in self._before])
+        """Return all that they hold now, and how far their files have been written, or read."""
+        return [*gc.get_referents(*[table for table, _ in self._before]), *map(File.read, self._files)]
 
     def hold_others(self, before: list[Any]) -> bool:
         """Return whether they hold something else than `contents` returned before: another number, or object."""

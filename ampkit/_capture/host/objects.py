@@ -1,8 +1,13 @@
 """What is in lists, dicts and other objects that a step reads: the tables of their entries and attributes."""
 
+import csv
 import functools
 import gc
 import inspect
+import io
+import itertools
+import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -133,6 +138,39 @@ class _Array(_Whole):
         return f"{getattr(self.owner, 'typecode', 'B')}[{len(self.owner)}]"
 
 
+class File(_Whole):
+    """A file that is open, as a table of which no entry is compared: how far it has been written, or read."""
+
+    _seen: tuple[int, ...] = ()
+
+    def read(self) -> tuple[int, ...]:
+        now = (_position(self.owner),)
+        self._seen = self._seen if now == self._seen else now
+        return self._seen
+
+
+def _position(file: Any) -> int:
+    """Return how far a file has been written, or read; 0 where that cannot be told.
+
+    What has been written so far to a file of texts is passed on to the system.
+    """
+    base = next(base for base in bases_of(type(file)) if "tell" in class_table(base))
+    is_output = any(file is each for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+    if is_output or package_name(base) not in sys.stdlib_module_names:
+        return 0
+    try:
+        return int(class_table(base)["tell"](file))
+    except OSError as error:
+        # A file of texts that is being iterated over does not tell: it is another line in each call.
+        is_iterated = error.errno is None and not isinstance(error, ValueError)
+        return -next(_LINES) if is_iterated else 0
+    except Exception:  # it is closed, or what it is around is the user's
+        return 0
+
+
+FileClass = io.IOBase.__mro__[1]  # of all files; unlike `IOBase`, it runs no code to tell them
+_HAS_FILE = (type(csv.writer(io.StringIO())), type(csv.reader(())))  # written in C
+_LINES = itertools.count(1)
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
@@ -160,7 +198,7 @@ class HeldTable(NamedTuple):
         """Return what reads the table, and gives the same objects as long as nothing in it changes; None if nothing in
         it is compared. It raises a `KeyError` or `IndexError` if an entry is gone."""
         if isinstance(self.table, _Whole):
-            return type(self.table).read
+            return None if isinstance(self.table, File) else type(self.table).read
         keys = [*self.keys, *self.inner]
         if keys and is_in_order(type(self.table)):
             return tuple
@@ -193,6 +231,8 @@ def holders(
     left: list[tuple[str, Any, int]] = [("", value, 1)]
     while left:
         path, owner, depth = left.pop()
+        if issubclass(type(owner), logging.Handler):  # it writes what is logged, which is told by other means
+            continue
         for identity, is_object, table, entries in _tables(owner):
             if identity in seen or len(seen) >= _MOST_TABLES:
                 continue
@@ -235,6 +275,9 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         yield from _tables(owner.__self__)
     elif kind is MappingProxyType:
         yield from _tables(gc.get_referents(owner)[0])
+    elif kind in _HAS_FILE:
+        for each in gc.get_referents(owner):
+            yield from _tables(each)
     elif kind is ContextVar:
         yield _one_entry(_ContextValue(owner))
     elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
@@ -273,6 +316,10 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
     elif kind is functools.partial:
         yield id(owner), False, _Given(owner), list(enumerate(in_partial(owner)))
     else:
+        if issubclass(kind, FileClass):
+            yield id(owner), False, File(owner), []
+            if package_name(kind) in sys.stdlib_module_names:  # what is in it is no setting
+                return
         if kind is _CACHED:
             results = tuple(_results(owner))
             yield id(owner), False, results, list(enumerate(results))

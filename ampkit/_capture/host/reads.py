@@ -36,20 +36,24 @@ only call that did, as where a cache is filled (`OwnChanges`). A call then reads
 getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
 
 A place that each of two watched calls leaves with another number, or longer or shorter, is a *write* that no replay
-would do (`Reads.writes`): a counter, a list of losses. What only the first call writes is a cache, and other objects
-and tensors are what a call has made. `step.constants()` lists the places, each with its value and a line that reads it.
+would do (`Reads.writes`): a counter, a list of losses, a file that is at another position then (`objects.File`). So is
+a line that opens a file to write in each of them (`opened_files`). What only the first call writes is a cache, and
+other objects and tensors are what a call has made. `step.constants()` lists the places, each with its value and a line
+that reads it.
 
 **Where it still fails.**
 - What code in C reads or changes is not seen, nor what another thread does.
 - Code of torch and of closed packages is given values; what it looks up by itself is not seen.
 - A list or an array of more than 64 entries is taken for data, and is not looked into.
 - A value that is read only in a call that nobody watches, as behind `if step % 100 == 0`.
-- A write to an object that is neither a module nor read under that name, to a file, or only in some of the calls.
+- A write to an object that is neither a module nor read under that name, or only in some of the calls.
+- A file that code in C or another thread writes, or that each call leaves at the position where it found it.
 - While another profiler is at work, all that the methods of the modules could read counts as read.
 """
 
 import contextlib
 import functools
+import os
 import re
 import sys
 import weakref
@@ -94,10 +98,13 @@ from .constants import (
     reference,
 )
 from .executed import Executed
-from .objects import HeldTable, any_name, holders, holds_others
+from .objects import File, HeldTable, any_name, holders, holds_others
+from .opened_files import seeing_opened_files
 from .profiling import seeing_calls
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
+_OPENED = "the file written in "
+_KIND = re.compile(f"the variable |the attribute |{_OPENED}")
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
 
 
@@ -215,10 +222,10 @@ class Reads:
         self.written = {}
         executed = Executed()
         start = {key: self._follow(path).found() for key, path in self._paths.items()}
-        notes = Notes(lambda path: self._follow(path, any_name).found(), self._functions, modules, executed)
+        notes = Notes(self._looked_at, self._functions, modules, executed)
         recorder = CallRecorder(modules, executed, notes.take)
         with executed.noting():
-            with seeing_calls(recorder.on_call) as has_seen_all:
+            with seeing_opened_files(self._note_opened), seeing_calls(recorder.on_call) as has_seen_all:
                 yield
                 observed = has_seen_all()
                 self.remark = "" if observed else _PROFILED
@@ -235,13 +242,21 @@ class Reads:
         return problem
 
     def writes(self, before: Set[str], may_stop: Callable[[str], bool]) -> list[str]:
-        """Return what the last step has left another number in, or longer or shorter, each with a line.
+        """Return what the last step has left another number in, or longer or shorter, or written, each with a line.
 
         Only what is in `before` too, as what an earlier step has, and what does not stop by its name counts.
         """
         found = ((name, line) for name, line in self.written.items() if name in before)
-        counts = ((name, line) for name, line in found if not may_stop(name.split(" ", 2)[-1]))  # behind "the variable"
+        counts = ((name, line) for name, line in found if not may_stop(_KIND.sub("", name, count=1)))
         return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
+
+    def _looked_at(self, path: Path) -> tuple[dict[str, Any], dict[str, File]]:
+        source = self._follow(path, any_name)
+        files = [holder for holder in source.holders if isinstance(holder.table, File)]
+        return source.found(), {source.text + holder.path: holder.table for holder in files}
+
+    def _note_opened(self, line: Line) -> None:
+        self.written[f"{_OPENED}{os.path.basename(line[0])}:{line[1]}"] = line
 
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
         looked, compared = recorder.before, self._compared_names()
@@ -251,8 +266,9 @@ class Reads:
             is_tensor=lambda place: read.has_somewhere(place[1]) and any(each.has_tensor(place[1]) for each in looked),
             is_compared=lambda place: compared.has_somewhere(place[1]),
         )
-        for name in {name: None for before in looked for name in before.written()}:
-            self.written[f"the attribute {name}"] = next(iter(recorder.lines.get(name, {}).values()), None)
+        for name, around in (found for before in looked for found in before.written()):
+            lines = recorder.lines.get(name) or recorder.lines.get(around, {})  # code that is not watched may read it
+            self.written[f"the attribute {name}"] = next(iter(lines.values()), None)
         of_class = dict(self._names.of_class)
         for kind, found in read.of_class.items():
             of_class[kind] = found | of_class.get(kind, frozenset())

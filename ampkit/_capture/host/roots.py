@@ -32,7 +32,7 @@ from .constants import (
     package_name,
 )
 from .executed import Executed
-from .objects import Reach, Slots
+from .objects import File, Reach, Slots
 
 PathKey = tuple[int, str, tuple[PathStep, ...]]
 _LISTING = frozenset(("__dict__", "asdict", "astuple", "fields", "vars"))  # what gives all attributes of an object
@@ -136,7 +136,7 @@ class Notes:
     """What the functions that a step calls read, told by their bytecode.
 
     Args:
-        look: returns the value of a path, and all that is in it.
+        look: returns the value of a path and all that is in it, and the files in it by how they are written.
         functions: those of the user's that ampkit calls in a step.
         modules: those that the step may call.
         executed: notes which instructions the step executes. What stands behind an `if` may be read in no call.
@@ -144,7 +144,7 @@ class Notes:
 
     def __init__(
         self,
-        look: Callable[[Path], dict[str, Any]],
+        look: Callable[[Path], tuple[dict[str, Any], dict[str, File]]],
         functions: Iterable[Any],
         modules: Iterable[nn.Module],
         executed: Executed,
@@ -158,9 +158,9 @@ class Notes:
         self.readers: dict[PathKey, set[Reader]] = {}
         self.whole: set[PathKey] = set()  # to objects of which each attribute counts, also those that no code names
         self._compiled: set[PathKey] = set()  # of which torch.compile's code may contain all values
-        # The lists, dicts and sets of which a method is called that may change them: each with how it is written, its
-        # length before, and the places of the call.
-        self._changed: dict[PathKey, tuple[str, Any, int, list[CodePlace]]] = {}
+        # The lists, dicts and sets of which a method is called that may change them, and files: each with how it is
+        # written, its length before, and the places of the call.
+        self._changed: dict[tuple[Any, ...], tuple[str, Any, Any, Iterable[CodePlace]]] = {}
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
         self._codes: dict[int, CodeType] = {}
@@ -215,11 +215,11 @@ class Notes:
         return found
 
     def grown(self) -> dict[str, tuple[str, int]]:
-        """Return the lists, dicts and sets that have another length than before, each with a line that changes it."""
+        """Return the lists, dicts, sets and files with another length than before, each with a line that changes it."""
         found = {}
         for text, table, length, places in self._changed.values():
             executed = next(filter(self._executed.has, places), None)
-            if executed is not None and len(table) != length:
+            if executed is not None and _extent(table) != length:
                 found[text] = line_of(executed)
         return found
 
@@ -326,7 +326,9 @@ class Notes:
             return
         self.readers[path.key] = {reader}
         self.paths[path.key] = path
-        self.before[path.key] = self._look(path)
+        self.before[path.key], files = self._look(path)
+        for text, file in files.items():
+            self._changed[(*path.key, text)] = text, file, _extent(file), self._places[path.key]
         if len(values) > 1 and _reads_unseen(values[-1]):
             self._owners[path.key] = owner = path._replace(parts=path.parts[: len(values) - 2])
             self._add(owner, reader, places)
@@ -356,6 +358,11 @@ def unreadable(error: Exception, function: str = "") -> str:
         f"An object that the step reads{where} raises where ampkit looks for what could change in it: "
         f"{error_line(error)}. So no change would be noticed. Pass what the step needs of it as an argument."
     )
+
+
+def _extent(table: Any) -> Any:
+    """Return how long a list, dict or set is, or how far a file has been written, or read."""
+    return table.read() if isinstance(table, File) else len(table)
 
 
 def _reads_unseen(value: Any) -> bool:

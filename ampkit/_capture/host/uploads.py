@@ -15,7 +15,6 @@ and tensors that were there before and are too large to compare, or that the ste
 import ctypes
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
-from ..._torch.compile import never_compile_by_itself
 from ..._torch.tensors.modes import without_modes
 from ..._torch.tensors.operators import LIFT_FRESH, LIST_READS, OperationCall
 from ..._torch.tensors.tensors import storage_address, storage_of
-from ..._undo import Undo, replace
+from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
 from .constants import MOST_ENTRIES
 from .host_tensors import MOST_BYTES, HostTensors
+from .replaced import replace_here
 
 wraps_operations(__file__)
 
@@ -236,23 +235,6 @@ _OTHERS = (
     "{0} copies numbers from the host to the device that are others than in the calls before. Pass them to the step in "
     "a tensor, or make them on the device"
 )
-
-
-def replace_here(undo: Undo, owner: Any, name: str, new: Callable[..., Any]) -> None:
-    """Have `new(original, *args, **kwargs)` take the place of a function in this thread, until that is undone.
-
-    Other threads call the original function, and so does code while torch.compile traces it.
-    """
-    thread, original = threading.get_ident(), getattr(owner, name)
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        return new(original, *args, **kwargs)
-
-    never_compile_by_itself(replaced)
-    replace(undo, owner, name, replaced)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -18,7 +18,7 @@ from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, real_frame, wraps_operations
 from ..host.constants import MOST_ENTRIES
-from ..host.uploads import replace_here
+from ..host.replaced import replace_here
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import DrawnNumber, is_compared_at_once
 from .uncapturable import DRAW_ON_DEVICE, Problem

@@ -18,7 +18,8 @@ from ..._text import CONSTANTS
 from ..._undo import Undo
 from ..._user_line import is_in_users_file, real_frame, running_line, wraps_operations
 from ..host.constants import are_same
-from ..host.uploads import replace_here
+from ..host.objects import File, FileClass
+from ..host.replaced import replace_here
 from ..state.state import TrainingState
 from .host_values import receive
 from .uncapturable import Problem
@@ -94,7 +95,10 @@ class HostChanges:
         return original(*args, **kwargs)
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the entries of all param groups by name, and numbers and lengths among the optimizers' attributes."""
+        """Return the entries of all param groups by name, and what counts among the optimizers' attributes.
+
+        These are numbers, the lengths of lists, dicts and sets, and positions in files.
+        """
         optimizers = list(self._state.optimizers)
         names = [f"optimizers[{k}]." if len(optimizers) > 1 else "" for k in range(len(optimizers))]
         found: dict[str, Any] = {}
@@ -110,6 +114,8 @@ class HostChanges:
                     names.append(f"{prefix}{name}.")
                 elif type(value) in (list, dict, set):
                     found[f"{prefix}{name}"] = len(value)
+                elif issubclass(type(value), FileClass):
+                    found[f"{prefix}{name}"] = File(value).read()
                 elif isinstance(value, CONSTANTS) and value is not None:
                     found[f"{prefix}{name}"] = value
         return found

@@ -31,7 +31,7 @@ from ..._torch.tensors.operators import (
 )
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
-from ..host.uploads import replace_here
+from ..host.replaced import replace_here
 from .draw_record import DrawRecorder
 from .host_random import HostSources
 from .host_values import receive

@@ -35,7 +35,8 @@ from ..._torch.tensors.tensors import storage_address
 from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
-from ..host.uploads import content_of, replace_here
+from ..host.replaced import replace_here
+from ..host.uploads import content_of
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
 
 wraps_operations(__file__)

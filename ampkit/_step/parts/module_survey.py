@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
 from ..._callables.passes import CAPTURED_AS_THEY_ARE, replace_forward
 from ..._capture.host.left_tensors import LeftTensors
+from ..._capture.host.opened_files import seeing_opened_files
 from ..._capture.keys.containers import holds_tensors
 from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
 from ..._capture.keys.placement import is_dense, place_of
@@ -36,7 +37,7 @@ from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
 from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
-from ..._user_line import wraps_operations
+from ..._user_line import line_text, wraps_operations
 
 wraps_operations(__file__)
 
@@ -102,7 +103,8 @@ class Survey:
         modules: those to look at, by name, each once.
         generators: see `Preflight`.
         eager: classes of modules that are not to be captured, and why.
-        writes_may_stop: whether numbers that a forward changes in lists, dicts and objects may stay as they are.
+        writes_may_stop: whether numbers that a forward changes in lists, dicts and objects, and files that it writes,
+            may stay as they are.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Survey:
         self._preflight = Preflight(device, generators, observers=[self._on_operation], located=self._on_finding)
         self.calls: list[ModuleCall] = []  # in the order in which they began, but for those within a backward
         self.lines: dict[str, None] = {}  # that cannot be captured, with what happens there
+        self._writes_may_stop = writes_may_stop
         self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
@@ -133,7 +136,8 @@ class Survey:
             for owner, name in ENGINE_ENTRIES:
                 run = partial(self._run_engine, threading.get_ident(), getattr(owner, name))
                 replace(undo, owner, name, run)
-            with self._preflight:
+            files = nullcontext() if self._writes_may_stop else seeing_opened_files(self._on_opened_file)
+            with self._preflight, files:
                 yield
 
     def _watched(self, module: nn.Module, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,6 +280,9 @@ class Survey:
         self.lines[text] = None
         for call in calls:
             call.lines[text] = None
+
+    def _on_opened_file(self, line: tuple[str, int]) -> None:
+        self._on_finding(line_text(*line), "writes to a file", None)
 
     def _owners(self, node: Any) -> Iterator[ModuleCall]:
         """Yield the calls in whose forward an autograd node was made, the innermost first."""

@@ -75,6 +75,7 @@ class Layout:
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
+        uploads_in_operations: whether operations of its calls get constants of the host, see `Uploads.operands`.
         timing: how long its calls take.
     """
 
@@ -93,6 +94,7 @@ class Layout:
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
+        self.uploads_in_operations: bool = False
         self.timing: Timing = Timing()
         self._has_differed = self._looks_again = False
 
@@ -116,6 +118,10 @@ class Layout:
         """Take note of what the call under the preflight has shown, "" if it was nothing."""
         self.problem = problem
         cold.checked = True  # last, or an interrupt could hide the problem
+
+    def note_uploads(self, in_operations: bool) -> None:
+        """Take note of whether operations of the call under the preflight got constants of the host."""
+        self.uploads_in_operations = in_operations
 
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.

@@ -170,7 +170,9 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         provenance, uploads = Provenance(), Uploads(trial.device, HostTensors())
         questions = QuestionRecorder(trial.device, tree_flatten(trial.kept)[0], uploads.has)
         observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
-        preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws, observers=observers))
+        preflight = stack.enter_context(
+            Preflight(trial.device, generators, draws=draws, observers=observers, uploads=uploads)
+        )
         stack.enter_context(uploads.learning(provenance))
         stack.enter_context(questions.asking())
         if trial.why_apart:

@@ -84,11 +84,12 @@ class LayoutCapture:
         graph = cuts.undone(graph, layout.writes.paths(), self._options.generators)
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
+        in_place = partial(uploads.in_place, in_operations=layout.uploads_in_operations, captures=True)
         answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)
 
         def recorded() -> Any:
             versions = inputs.versions()
-            with uploads.in_place(captures=True), answered(cuts.cutting(new)):
+            with in_place(), answered(cuts.cutting(new)):
                 outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs

@@ -76,6 +76,7 @@ class Layout:
         rehearsal: compares its capture with an eager call.
         kernels: what was noted of those of that call.
         writes: the tensors of the state that its calls change.
+        uploads_in_operations: whether operations of its calls get constants of the host, see `Uploads.operands`.
         timing: how long its calls take.
         cuts: what its last rehearsal has shown of questions at which a graph is cut; None before there was one.
     """
@@ -95,6 +96,7 @@ class Layout:
         self.rehearsal: Rehearsal = Rehearsal(lenient)
         self.kernels: NotedKernels = NOT_NOTED
         self.writes: Writes = Writes()
+        self.uploads_in_operations: bool = False
         self.timing: Timing = Timing()
         self.cuts: RehearsedCuts | None = None
         self._has_differed = self._looks_again = False
@@ -119,6 +121,10 @@ class Layout:
         """Take note of what the call under the preflight has shown, "" if it was nothing."""
         self.problem = problem
         cold.checked = True  # last, or an interrupt could hide the problem
+
+    def note_uploads(self, in_operations: bool) -> None:
+        """Take note of whether operations of the call under the preflight got constants of the host."""
+        self.uploads_in_operations = in_operations
 
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.

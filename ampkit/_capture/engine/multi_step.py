@@ -228,10 +228,11 @@ class MultiStepGraphs:
             noted = [self._layouts.layout_of(single).kernels for single in steps.singles]
             graph = self._session.names.named(graph, noted * windows)
         calls, uploads = seeing_capture(steps.captured, lengths.sees_capture), self._session.uploads
+        in_operations = any(self._layouts.layout_of(single).uploads_in_operations for single in steps.singles)
 
         def recorded() -> Any:
             # An emulated graph calls this in each replay. Only the first one is recorded.
-            with uploads.in_place(captures=True):
+            with uploads.in_place(in_operations=in_operations, captures=True):
                 if comparison is None or comparison.ended:
                     return calls(windows, nullcontext, inputs.args, inputs.kwargs)
                 outputs = calls(windows, comparison, inputs.args, inputs.kwargs)

@@ -141,7 +141,7 @@ class WarmUp:
                 writable(call.args, call.kwargs) as (args, kwargs),
                 layout.rehearsing(),
                 answering(layout.answer.sees_capture),
-                self._session.uploads.in_place(),
+                self._session.uploads.in_place(in_operations=layout.uploads_in_operations),
                 answering_questions(asked, self._session.device, cuts.ask, captures=False),
             ):
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
@@ -189,12 +189,20 @@ class WarmUp:
             questions = QuestionRecorder(session.device, call.leaves, session.uploads.has, is_drawn, cuts=cuts)
             if self._questions.enabled:
                 observers.append(questions)
-            preflight = Preflight(session.device, generators, observers=observers, draws=draws, bitmaps=bitmaps)
+            preflight = Preflight(
+                session.device,
+                generators,
+                observers=observers,
+                draws=draws,
+                bitmaps=bitmaps,
+                uploads=session.uploads,
+            )
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
                 replaced = state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
+            layout.note_uploads(provenance.in_operations)
         self._compare_what_was_read(layout)
         if replaced and not len(session.cache):
             session.settings_history.accept()

@@ -6,10 +6,15 @@ shapes alone, they are the same in each call that finds the graph. So they are u
 the call under the preflight, in the rehearsal and in the capture a copy on the device takes the place of the upload.
 Each call of a graph makes that copy anew: user code may write to the result, as to any tensor of its own.
 
+`x[:, [-2]]` and `x[cpu_index]` copy indices in torch's C++ code, and `Tensor.__getitem__` cannot be replaced. There a
+dispatch mode sees the operations and gives them the constants: the preflight, which is one already, and in the
+rehearsal and the capture of steps with such copies a mode of their own. Other steps are captured without a mode.
+
 Uploads are found by their content. If a capture is given other numbers than the calls before, it finds none and fails.
 
 What is made of something else keeps its line a finding of the preflight: random numbers, lists of more than 64 numbers,
-and tensors that were there before and are too large to compare, or that the step changes.
+and tensors that were there before and are too large to compare, or that the step changes. So does a mask on the host as
+an index: torch counts there what it selects.
 """
 
 import ctypes
@@ -24,8 +29,9 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
-from ..._torch.tensors.modes import without_modes
-from ..._torch.tensors.operators import LIFT_FRESH, LIST_READS, OperationCall
+from ..._torch.compile import is_compiling
+from ..._torch.tensors.modes import WatchingMode, enter, show_copies_of_numbers, without_modes
+from ..._torch.tensors.operators import INDEXING, LIFT_FRESH, LIST_READS, TO_COPY, OperationCall, kind_of
 from ..._torch.tensors.tensors import storage_address, storage_of
 from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
@@ -47,6 +53,7 @@ class Provenance:
     _alive: list[Any] = field(default_factory=list)  # so that no address is used again
     _before: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # what was there before, and who reads it
     used: set[int] = field(default_factory=set)  # the addresses of those uploaded, or from which uploads were made
+    in_operations: bool = False  # whether operations got constants, see `Uploads.operands`
 
     def __call__(self, call: OperationCall) -> None:
         """Take note of what an operation has made, or written, on the host."""
@@ -115,15 +122,15 @@ class Uploads:
             return
         self._provenance = provenance
         try:
-            with self._copying():
+            with self._copying(in_operations=True):
                 yield
         finally:
             self._provenance = None
             self._host_tensors.note(provenance.end())
 
     @contextmanager
-    def in_place(self, *, captures: bool = False) -> Iterator[None]:
-        """Context for a call in which copies take the place of uploads. None is added.
+    def in_place(self, *, in_operations: bool, captures: bool = False) -> Iterator[None]:
+        """Context for a call in which copies take the place of uploads, also `in_operations` if so. None is added.
 
         It is an error if a call that `captures` copies another constant.
         """
@@ -132,14 +139,18 @@ class Uploads:
             return
         self._captures = captures
         try:
-            with self._copying():
+            with self._copying(in_operations), Undo() as undo:
+                if in_operations:
+                    enter(undo, _OperandsMode(self))
                 yield
         finally:
             self._captures = False
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copying(self, in_operations: bool) -> Iterator[None]:
         with Undo() as undo:
+            if in_operations:
+                show_copies_of_numbers(undo)
             for owner, name, copied in _COPYING:
                 replace_here(undo, owner, name, functools.partial(copied, self))
             yield
@@ -178,10 +189,48 @@ class Uploads:
             self._provenance.used |= of
         return self._uploaded[content]
 
+    def operands(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of an operation, with constants on the device in place of what it copies there."""
+        if self._provenance is None and not self._uploaded:
+            return args
+        if op is TO_COPY and self.is_here(kwargs.get("device")):
+            return self._operand(args[0]), *args[1:]
+        if kind_of(op).name not in INDEXING or not self.is_here(args[0].device):
+            return args
+        indices, value = args[1], args[2:3]
+        if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            return args
+        if value and value[0].dim() == 0:  # of another shape it must be on the device
+            value = (self._operand(value[0]),)
+        return args[0], [*map(self._operand, indices)], *value, *args[3:]
+
+    def _operand(self, tensor: Any) -> Any:
+        found = None if is_compiling() else self.constant(tensor)
+        if found is None:
+            return tensor
+        if self._provenance is not None:
+            self._provenance.in_operations = True
+        return found
+
     def note(self, made: Any, data: Any) -> None:
         """Take note of a tensor on the host that was just made of Python's numbers."""
         if self._provenance is not None and isinstance(made, Tensor) and not isinstance(data, Tensor):
             self._provenance.note(made, frozenset() if _count(data) <= MOST_ENTRIES else None)
+
+
+class _OperandsMode(WatchingMode):
+    """Has operations get constants in place of tensors on the host, see `Uploads.operands`.
+
+    Bits stay the same, with the exception that `Preflight` names. Without a mode, that loss waits and is not captured.
+    """
+
+    def __init__(self, uploads: Uploads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._uploads = uploads
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return op(*self._uploads.operands(op, args, kwargs), **kwargs)
 
 
 def _moved(uploads: Uploads, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +272,7 @@ def _made(place: int, uploads: Uploads, original: Callable[..., Any], *args: Any
 _move = Tensor.to  # which is replaced
 # What copies to the device: owner, name, and what takes its place. `Tensor.__getitem__` copies lists and indices, too,
 # but it cannot be replaced: once that is undone, C code takes each tensor for a sequence (CPython inherits `sq_item`
-# when a class is made, and not again), and torch.tensor([scalar]) fails.
+# when a class is made, and not again), and torch.tensor([scalar]) fails. See `Uploads.operands`.
 _COPYING: Sequence[tuple[Any, str, Callable[..., Any]]] = (
     (Tensor, "to", _moved),
     (Tensor, "cuda", _moved),

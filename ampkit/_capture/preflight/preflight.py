@@ -32,6 +32,7 @@ from ..._torch.tensors.operators import (
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
 from ..host.replaced import replace_here
+from ..host.uploads import Uploads
 from .draw_record import DrawRecorder
 from .host_random import HostSources
 from .host_values import receive
@@ -116,6 +117,7 @@ class Preflight(WatchingMode):
             with the autograd node that it belongs to, if that is known.
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
         bitmaps: how long those are that Reducers of DDP copy to the device, to find unused parameters.
+        uploads: has operations get constants that it uploads. Without it, each copy of theirs is a finding.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -130,6 +132,7 @@ class Preflight(WatchingMode):
         located: Callable[[str, str, Any], object] | None = None,
         draws: DrawRecorder | None = None,
         bitmaps: Sequence[int] = (),
+        uploads: Uploads | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators), tuple(bitmaps))
@@ -137,6 +140,7 @@ class Preflight(WatchingMode):
         self._observers = observers
         self._located = located
         self._draws = draws
+        self._uploads = uploads
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
@@ -301,6 +305,8 @@ class Preflight(WatchingMode):
         if any(map(is_fake, kinds)):
             return op(*args, **kwargs)
         self.look_for_draws()
+        if self._uploads is not None:
+            args = self._uploads.operands(op, args, kwargs)
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:

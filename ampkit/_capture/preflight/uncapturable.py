@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._torch.ranks.reducer import is_bitmap_copy
 from ..._torch.tensors.fake_tensors import is_fake
-from ..._torch.tensors.operators import OperationCall, kind_of
+from ..._torch.tensors.operators import INDEXING, OperationCall, kind_of
 from ..._torch.tensors.tensors import is_same_generator
 from ..._torch.tensors.tree import tensors_in
 from ..._user_line import SourceLocation
@@ -263,7 +263,7 @@ _SINGLE_READS = ("_local_scalar_dense", "item", "is_nonzero")
 # data, but the shapes of its solutions do not. If a solver waits, the sync debug mode reports it.
 _CHECKS: dict[object, _Check | None] = {
     **dict.fromkeys(_SINGLE_READS, _reads),
-    **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"), _indexes),
+    **dict.fromkeys(INDEXING, _indexes),
     **dict.fromkeys(("_to_copy", "to", "copy_", "copy", "_foreach_copy_", "_foreach_copy", "lift_fresh"), _copies),
     "repeat_interleave": _repeats,
     **dict.fromkeys(("cond", "while_loop"), _decides),

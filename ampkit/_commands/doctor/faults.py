@@ -177,7 +177,9 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         leaves = tree_flatten(trial.kept)[0]
         questions = QuestionRecorder(trial.device, leaves, uploads.has, draws.has_drawn, cuts=True)
         observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
-        preflight = stack.enter_context(Preflight(trial.device, generators, draws=draws, observers=observers))
+        preflight = stack.enter_context(
+            Preflight(trial.device, generators, draws=draws, observers=observers, uploads=uploads)
+        )
         stack.enter_context(uploads.learning(provenance))
         stack.enter_context(questions.asking())
         if trial.why_apart:

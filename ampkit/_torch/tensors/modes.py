@@ -1,6 +1,7 @@
 """Function modes and dispatch modes: which are entered, and how code runs without them."""
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType
@@ -69,6 +70,29 @@ def unseen_function_mode(mode: object) -> Iterator[None]:
     with Undo() as undo:
         replace(undo, torch.overrides, "has_torch_function", has_torch_function)
         yield
+
+
+_shows_copies, _show_copies = (private(torch._C, f"{name}only_lift_cpu_tensors") for name in ("_", "_set_"))
+
+
+def show_copies_of_numbers(undo: Undo) -> None:
+    """Have this thread's dispatch modes see how `x[[0, 2]]` copies the numbers to the device, until that is undone.
+
+    Otherwise torch copies them before a dispatch mode sees anything (NOTE in csrc/utils/tensor_new.h). It does so where
+    it compiles, too: compiled code then has the numbers on the device, and copies nothing.
+    """
+    frames: Any = importlib.import_module("torch._dynamo.convert_frame")
+    compile_frame = private(frames, "_compile")
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with Undo() as compiling:
+            compiling.note(_show_copies, _shows_copies())
+            _show_copies(False)
+            return compile_frame(*args, **kwargs)
+
+    replace(undo, frames, "_compile", compiled)
+    undo.note(_show_copies, _shows_copies())
+    _show_copies(True)
 
 
 def step_aside(mode: TorchDispatchMode) -> None:

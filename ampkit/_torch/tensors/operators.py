@@ -27,6 +27,8 @@ def nn_builtin(name: str) -> Callable[..., Any] | None:
 METADATA_OPS: frozenset[Any] = frozenset({private(torch.ops.prim, "device").default})
 # The operation by which autocast and `Tensor.to` cast a tensor to another dtype or copy it to another device.
 TO_COPY: Any = private(torch.ops.aten, "_to_copy").default
+# Operations whose second argument is a list of indices. Of those on the host their kernels make copies.
+INDEXING: frozenset[str] = frozenset(("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"))
 # The operation that a dispatch mode sees when `torch.tensor(data)` is called.
 LIFT_FRESH: Any = private(torch.ops.aten, "lift_fresh").default
 

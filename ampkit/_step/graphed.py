@@ -52,6 +52,7 @@ def graphed(
     capturing: str | bool = "auto",
     annotate: bool = False,
     host_writes: str | Sequence[str] = "name",
+    cuts: bool = True,
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
@@ -81,6 +82,7 @@ def graphed(
         capturing: as for `graphed_step`.
         annotate: as for `graphed_step`.
         host_writes: as for `graphed_step`.
+        cuts: as for `graphed_step`.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -102,6 +104,7 @@ def graphed(
         capturing=capturing,
         annotate=annotate,
         host_writes=host_writes,
+        cuts=cuts,
     ).checked("graphed")
     modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
     for module in modules:

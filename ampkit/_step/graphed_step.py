@@ -64,6 +64,7 @@ def graphed_step(
     capturing: str | bool = "auto",
     annotate: bool = False,
     host_writes: str | Sequence[str] = "name",
+    cuts: bool = True,
     arithmetic: str = "ampkit",
     compile: str | None = None,
 ) -> "GraphedStep":
@@ -140,6 +141,10 @@ def graphed_step(
             to a file, which a replay would not do. "name": such a line is one that cannot be captured. "ignore": it is
             captured, and the number stays as the capture leaves it. Names, as messages have them (`["self.calls"]`):
             only these stay so.
+        cuts: whether the graph is cut where the host asks the device about more than the batch whether something is
+            true (`if loss.isnan():`). A replay then waits there for the answer, and goes on if it is that of the
+            capture. If it is another one, the replay is undone, and the call is eager. False: such a line is one that
+            cannot be captured. With several processes it always is.
         arithmetic: "ampkit": a fused optimizer unscales and clips in its kernel, and reads its rate from the device.
             "torch": unscale, measure the norm, clip and step one after the other, as `scaler.unscale_`,
             `clip_grad_norm_` and `scaler.step` do, with the rate as it is in `param_groups`. Under deterministic
@@ -174,6 +179,7 @@ def graphed_step(
         capturing=capturing,
         annotate=annotate,
         host_writes=host_writes,
+        cuts=cuts,
     ).checked("graphed_step")
     check_kinds(model, loss_fn, accumulate, buckets, numerics)
     free_whole_parameters(model)

@@ -52,6 +52,7 @@ class AmpkitCallback(Callback):
             `CaptureError`.
         annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
         host_writes: as for `graphed_step`.
+        cuts: as for `graphed_step`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
         compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the
@@ -86,6 +87,7 @@ class AmpkitCallback(Callback):
         on_failure: str = "parts",
         annotate: bool = False,
         host_writes: str | Sequence[str] = "name",
+        cuts: bool = True,
         numerics: int | None = None,
         memory: bool = False,
         validate: str | bool = "auto",
@@ -101,6 +103,7 @@ class AmpkitCallback(Callback):
             memory_budget=memory_budget,
             annotate=annotate,
             host_writes=host_writes,
+            cuts=cuts,
         ).checked("AmpkitCallback")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"AmpkitCallback(scaler={type(scaler).__name__}): pass an ampkit.GradScaler.")

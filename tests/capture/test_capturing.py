@@ -51,7 +51,7 @@ class Masked(nn.Module):
         hidden = self.inner(x)
         if self.told[-1]:
             return torch.tanh(hidden) * 0.75
-        return torch.sigmoid(hidden) if bool((hidden > -100).all()) else x
+        return torch.sigmoid(hidden) if float((hidden > -100).all()) else x
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpointed:
@@ -71,7 +71,7 @@ class Hopeless(Masked):
         self.calls.add_(1)
         hidden = super().branch(x)
         hidden = nn.functional.dropout(hidden, 0.3) * float(torch.rand([])) * random.random() * np.random.rand()
-        return hidden if bool(x.isfinite().all()) else x
+        return hidden if float(x.isfinite().all()) else x
 
 
 class Deaf(Masked):
@@ -79,7 +79,7 @@ class Deaf(Masked):
 
     def branch(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
-        return torch.sigmoid(hidden) if bool((hidden > -100).all()) else x
+        return torch.sigmoid(hidden) if float((hidden > -100).all()) else x
 
 
 def mean(model: nn.Module, x: Tensor) -> Tensor:

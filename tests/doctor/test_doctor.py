@@ -327,7 +327,7 @@ OUTCOMES = {
         """
         def loss(model, x, y):
             found = loss_fn(model, x, y)
-            print(end="" if found > 0 else "!")  # fault: blocking line
+            print(end="" if found.item() > 0 else "!")  # fault: blocking line
             return found
         def training():
             model = net()
@@ -340,7 +340,7 @@ OUTCOMES = {
         """
         def loss(model, x, y):
             if not torch.cuda.is_current_stream_capturing():
-                assert next(model.parameters()).isfinite().all()  # fault: blocking line
+                assert float(next(model.parameters()).isfinite().all())  # fault: blocking line
             return loss_fn(model, x, y)
         def training():
             model = net()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._errors import CaptureError
 from ..._undo import Undo
-from ..graph.graph import CudaGraph, EmulatedGraph, Graph, MakeContext, Then, is_true, same
+from ..graph.graph import Graph, MakeContext, Then, is_true, same
 from ..state.backup import Backup, EarlyWrites
 from ..state.state import TrainingState
 
@@ -42,15 +42,21 @@ class RehearsedCuts:
         self._writes.note()
         return self.answers[-1]
 
-    def cutting(self, graph: CudaGraph | EmulatedGraph) -> Callable[[Tensor], bool]:
-        """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal."""
+    def cutting(self, cut_graph: Callable[[], Callable[[Tensor, bool], None] | None]) -> Callable[[Tensor], bool]:
+        """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal.
+
+        Args:
+            cut_graph: gives the method `cut` of the graph.
+        """
         answers = iter(self.answers)
 
         def cut(asked: Tensor) -> bool:
             answer = next(answers, None)
             if answer is None:
                 raise CaptureError("the step asks the device more than in the calls before")
-            graph.cut(asked, answer)
+            graph_cut = cut_graph()
+            assert graph_cut is not None  # the graph is being captured
+            graph_cut(asked, answer)
             return answer
 
         return cut

@@ -8,6 +8,7 @@ import torch
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW, Outcomes, Tree
 from ..preflight.questions import AskedPath
+from .cuts import RehearsedCuts
 from .session import Session
 
 
@@ -30,7 +31,9 @@ class InputQuestions:
     def __init__(self, session: Session) -> None:
         self._device, self._layouts, self._cache = session.device, session.layouts, session.cache
         self._fallback = session.fallback
-        self.enabled = self.may_cut = not session.ranks.several
+        self.enabled = not session.ranks.several
+        self.may_cut = self.enabled and session.options.cuts
+        self._state, self._cuts = session.state, dict[Key, RehearsedCuts]()
         # Per key and answers about the input: those at the cuts that a call gets the graph of, () if there are none.
         self._guesses: dict[tuple[Key, Outcomes], tuple[bool, ...]] = {}
         self._misses = 0  # calls with another answer at a cut than that
@@ -118,11 +121,21 @@ class InputQuestions:
         """Return what calls of this key ask, None for nothing."""
         return None if key.answers is None else self._asked.get((key._replace(answers=None), key.answers))
 
+    def begin_cuts(self, key: Key) -> RehearsedCuts:
+        """Return what is to learn in the rehearsal of a key where its graph is cut."""
+        self._cuts[key] = RehearsedCuts(self._state)
+        return self._cuts[key]
+
+    def cuts(self, key: Key) -> RehearsedCuts:
+        """Return what the last rehearsal of a key has shown."""
+        return self._cuts.get(key) or self.begin_cuts(key)
+
     def clear(self) -> None:
         """Forget all."""
         self._trees.clear()
         self._asked.clear()
         self._guesses.clear()
+        self._cuts.clear()
 
     def _forget(self) -> None:
         self._cache.clear()

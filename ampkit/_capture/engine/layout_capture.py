@@ -1,5 +1,6 @@
 """How a layout gets its graph: record it, compare it with the eager call before, keep within the memory budget."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ from ..keys.inputs import StaticInputs
 from ..keys.key import Key
 from ..preflight.questions import answering_questions
 from ..state.overlaps import keep_apart
-from .cuts import RehearsedCuts
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
@@ -80,16 +80,17 @@ class LayoutCapture:
         graph: Graph = new if key.outcomes is None else DrawnGraph(new, self._draws)
         if self._session.names is not None:
             graph = self._session.names.named(graph, [layout.kernels])
-        cuts = layout.cuts or RehearsedCuts(self._session.state)
+        cuts = self._questions.cuts(key)
         graph = cuts.undone(graph, layout.writes.paths(), self._options.generators)
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
         in_place = partial(uploads.in_place, in_operations=layout.uploads_in_operations, captures=True)
+        cut = weakref.WeakMethod(new.cut)
         answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)
 
         def recorded() -> Any:
             versions = inputs.versions()
-            with in_place(), answered(cuts.cutting(new)):
+            with in_place(), answered(cuts.cutting(cut)):
                 outputs = fn(key.phase, *inputs.args, **inputs.kwargs)
             inputs.note_changes(versions)
             return outputs

@@ -13,7 +13,6 @@ from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
 from ..state.overlaps import Writes
-from .cuts import RehearsedCuts
 from .options import WARM_UP
 
 
@@ -78,7 +77,6 @@ class Layout:
         writes: the tensors of the state that its calls change.
         uploads_in_operations: whether operations of its calls get constants of the host, see `Uploads.operands`.
         timing: how long its calls take.
-        cuts: what its last rehearsal has shown of questions at which a graph is cut; None before there was one.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class Layout:
         self.writes: Writes = Writes()
         self.uploads_in_operations: bool = False
         self.timing: Timing = Timing()
-        self.cuts: RehearsedCuts | None = None
         self._has_differed = self._looks_again = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
@@ -148,10 +145,6 @@ class Layout:
     def note_writes(self, written: list[str]) -> None:
         """Take note of what the rehearsal has changed on the host, as a call before it."""
         self.written = written
-
-    def note_cuts(self, cuts: RehearsedCuts) -> None:
-        """Take note of what the rehearsal has shown of questions at which a graph is cut."""
-        self.cuts = cuts
 
     def end_call(self, cold: Cold, problem: str) -> None:
         """End a call of the warm-up, and the warm-up if that was its last call.

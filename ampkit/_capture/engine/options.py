@@ -30,6 +30,7 @@ class Options:
     annotate: bool = False  # whether to note which module each kernel belongs to
     # What to do about numbers that a call changes on the host: "name", "ignore", or those that may stop.
     host_writes: str | Sequence[str] = "name"
+    cuts: bool = True  # whether a graph may be cut where the host asks the device whether something is true
 
     def checked(self, where: str) -> "Options":
         """Return the same options as plain numbers and tuples.
@@ -40,6 +41,7 @@ class Options:
         check_choice(where, "graph", self.graph, GRAPHS)
         check_capturing(where, self.capturing)
         check_flag(where, "annotate", self.annotate)
+        check_flag(where, "cuts", self.cuts)
         stopping = self.host_writes
         if isinstance(stopping, str):
             check_choice(where, "host_writes", stopping, HOST_WRITES)

@@ -25,7 +25,6 @@ from ..preflight.questions import AskedPath, QuestionRecorder, answering_questio
 from ..preflight.undeclared import Undeclared
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
-from .cuts import RehearsedCuts
 from .eager_call import EagerCall, EagerCalls
 from .host_draws import HostDraws
 from .input_questions import InputQuestions
@@ -131,7 +130,7 @@ class WarmUp:
             What it returns; whether the preflight has seen each place that it has replaced; and whether its answers at
             cuts were those of the call under the preflight, behind which its code may have taken other branches.
         """
-        asked, cuts = self._questions.asked(key), RehearsedCuts(self._state)
+        asked, cuts = self._questions.asked(key), self._questions.begin_cuts(key)
         carried, held = self._state.carried, self._state.held_tensors()
         places = carried.places(held)
 
@@ -149,7 +148,6 @@ class WarmUp:
         # The first call may have taken other branches, where it made something that later calls find.
         with self._state.noting_reads(in_parts=lambda: False), cuts.rehearsing():
             outputs = self._eager.run(layout.reason, rehearsal)
-        layout.note_cuts(cuts)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
         self._compare_what_was_read(layout)

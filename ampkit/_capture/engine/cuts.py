@@ -69,7 +69,9 @@ class RehearsedCuts:
             written: the paths of the tensors of the state that such calls change.
             generators: those that they draw from, beside the default ones.
         """
-        return CutGraph(graph, Backup(self._writes.tensors(written), generators)) if self.answers else graph
+        if not self.answers:
+            return graph
+        return CutGraph(graph, Backup(self._writes.tensors(written), self._state, generators))
 
 
 @dataclass(frozen=True, eq=False)

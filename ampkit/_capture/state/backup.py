@@ -62,27 +62,26 @@ class Backup:
 
     Args:
         tensors: what the graph writes before a question.
+        state: that they are of. An emulated graph may have put other tensors into places that a graph does not touch.
         generators: those beside torch's default ones.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], state: TrainingState, generators: Sequence[torch.Generator]) -> None:
+        self._carried = state.carried
         self._tensors = [tensor.detach() for tensor in tensors]
         self._copies = [*map(torch.empty_like, self._tensors)]
         self._generators = all_generators(generators)
         self._random: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.nbytes for copy in self._copies)
-
     def save(self) -> None:
         """Copy. Sync: none."""
         self._random = [generator.get_state() for generator in self._generators]
+        self._put_back = self._carried.putting_back()
         self._copy(self._copies, self._tensors)
 
     def restore(self) -> None:
         """Put all back, in place. Sync: none."""
+        self._put_back()
         self._copy(self._tensors, self._copies)
         for generator, state in zip(self._generators, self._random, strict=True):
             put_back(generator, state)

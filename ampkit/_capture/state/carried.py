@@ -114,8 +114,7 @@ class Carried:
     @contextmanager
     def carrying(self) -> Iterator[None]:
         """Context of a call. An error leaves what the call has left. Sync: none."""
-        # Others were replaced since.
-        present = [kept for kept in self._own.values() if _entry(kept.cell) is kept.tensor]
+        present = self._present()
         yield
         pairs = [(kept, new) for kept in present if _fits(kept.tensor, new := _entry(kept.cell))]
         with torch.no_grad():
@@ -125,6 +124,15 @@ class Carried:
             for kept, new in pairs:
                 kept.tensor.copy_(new)
             put([(kept.cell.table, kept.cell.key, kept.tensor) for kept, _ in pairs])
+
+    def putting_back(self) -> Callable[[], None]:
+        """Return what puts the tensors of ampkit's own back into their places, where a call has ended on its way."""
+        present = self._present()
+        return lambda: put([(kept.cell.table, kept.cell.key, kept.tensor) for kept in present])
+
+    def _present(self) -> list[_Carry]:
+        """Return the places that have a tensor of ampkit's own. In others, it was replaced since."""
+        return [kept for kept in self._own.values() if _entry(kept.cell) is kept.tensor]
 
 
 def _key(cell: Cell) -> Hashable:

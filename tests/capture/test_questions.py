@@ -131,6 +131,26 @@ def test_about_constants_alone_nothing_waits(engine: Engine, monkeypatch: pytest
     assert len(asked) <= 3  # two calls under the preflight are checked, and the first call behind them
 
 
+def size_of_constants(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    places = torch.arange(1, 6, device=h.device)
+    return h * torch.arange(places[-2], device=h.device)  # read by C++
+
+
+def item_of_constants(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    wide = torch.ones_like(mask[0], dtype=torch.float32).sum().item() if mask.all() else 2.0
+    return h.reshape(int(torch.full((), 2, device=h.device)), -1, 4).reshape(-1, 4) * wide
+
+
+@pytest.mark.parametrize("ask", [size_of_constants, item_of_constants], ids=lambda ask: ask.__name__)
+def test_numbers_of_constants(engine: Engine, ask: Any) -> None:
+    """D3: a number that is always the same is read in the calls before the capture, and then known."""
+    expected, _, _ = trained(ask, (engine[0], "off"))
+    history, report, messages = trained(ask, engine)
+    assert (messages, report.failure) == ([], None)
+    assert report.replays >= 30
+    assert_same(history, expected)
+
+
 def beside_a_draw(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     if mask.all():
         h = h * 2.0
@@ -298,6 +318,22 @@ def test_at_other_questions_the_graph_is_cut(engine: Engine, ask: Any) -> None:
     assert report.replays >= 20
     assert report.replays + sum(report.eager.values()) == 40
     assert_same(history, expected)
+
+
+@pytest.mark.parametrize("ask", RARELY, ids=lambda ask: ask.__name__)
+def test_without_cuts_the_line_is_named(engine: Engine, ask: Any) -> None:
+    """D3: `cuts=False`, where no call may wait for the device."""
+    expected, _, _ = trained(ask, (engine[0], "off"), calls=12)
+    history, report, messages = trained(ask, engine, calls=12, on_failure="eager", cuts=False)
+    assert report.replays == 0
+    assert "test_questions.py:" in " ".join(messages)
+    assert_same(history, expected)
+
+
+def test_what_cuts_may_be() -> None:
+    """R8: a flag."""
+    with pytest.raises(ValueError, match="cuts="):
+        trained(of_weights, ("cpu", "off"), calls=1, cuts="exact")
 
 
 @pytest.mark.parametrize("ask", OFTEN, ids=lambda ask: ask.__name__)

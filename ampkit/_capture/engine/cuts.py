@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
+from ..._torch.tensors.modes import without_modes
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then, is_true, same
 from ..state.backup import Backup, EarlyWrites
@@ -23,11 +24,13 @@ class RehearsedCuts:
 
     Attributes:
         answers: those of the rehearsal.
+        differs: whether a number was another one that should always be the same.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self.answers: list[bool] = []
+        self.differs = False
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -38,9 +41,14 @@ class RehearsedCuts:
 
     def ask(self, asked: Tensor) -> bool:
         """Return the answer in the rehearsal."""
-        self.answers.append(is_true(asked))
+        with without_modes():
+            self.answers.append(is_true(asked))
         self._writes.note()
         return self.answers[-1]
+
+    def differ(self) -> None:
+        """Take note that a number is another one."""
+        self.differs = True
 
     def cutting(self, cut_graph: Callable[[], Callable[[Tensor, bool], None] | None]) -> Callable[[Tensor], bool]:
         """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal.

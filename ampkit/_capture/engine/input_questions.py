@@ -67,7 +67,7 @@ class InputQuestions:
         if asked is not None and self._trees and written:
             self._give_up(_WRITES.format(", ".join(sorted(written))))
             return True
-        if known is not None and asked is not None and asked.answers != known.answers:
+        if known is not None and asked is not None and (asked.answers, asked.numbers) != (known.answers, known.numbers):
             self.miss(key, 0)
             return not self.may_cut
         alone = Tree()

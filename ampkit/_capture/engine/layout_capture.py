@@ -86,7 +86,7 @@ class LayoutCapture:
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
         in_place = partial(uploads.in_place, in_operations=layout.uploads_in_operations, captures=True)
         cut = weakref.WeakMethod(new.cut)
-        answered = partial(answering_questions, self._questions.asked(key), self._session.device, captures=True)
+        answered = partial(answering_questions, self._questions.asked(key), self._session.device)
 
         def recorded() -> Any:
             versions = inputs.versions()

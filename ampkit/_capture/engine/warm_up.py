@@ -141,7 +141,7 @@ class WarmUp:
                 layout.rehearsing(),
                 answering(layout.answer.sees_capture),
                 self._session.uploads.in_place(in_operations=layout.uploads_in_operations),
-                answering_questions(asked, self._session.device, cuts.ask, captures=False),
+                answering_questions(asked, self._session.device, cuts.ask, cuts.differ),
             ):
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
@@ -151,7 +151,7 @@ class WarmUp:
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
         self._compare_what_was_read(layout)
-        is_asked = asked is None or tuple(cuts.answers) == asked.answers
+        is_asked = asked is None or (tuple(cuts.answers) == asked.answers and not cuts.differs)
         return outputs, not carried.has_more(places, held), is_asked
 
     def _look(self, layout: Layout, cold: Cold, call: EagerCall) -> "_Seen":
@@ -194,6 +194,7 @@ class WarmUp:
                 draws=draws,
                 bitmaps=bitmaps,
                 uploads=session.uploads,
+                knows_number=questions.knows_number,
             )
             noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:

@@ -14,7 +14,7 @@ import torch
 from ..._errors import CaptureError, CaptureWarning
 from ..._torch.autograd.autograd import one_stream
 from ..._torch.device.allocator import drop_capture_from_allocator
-from ..._torch.tensors.modes import modes
+from ..._torch.tensors.modes import modes, without_modes
 from ..._undo import Undo
 from ..._user_line import user_line
 from .capture_query import hidden_capture
@@ -253,7 +253,9 @@ class EmulatedGraph:
 
     def cut(self, asked: torch.Tensor, answer: bool) -> None:
         """End the replay where `fn` asks if that has another answer."""
-        if is_true(asked) is not answer:
+        with without_modes():
+            found = is_true(asked)
+        if found is not answer:
             raise OtherAnswerError
 
     def replay(self) -> Any:

@@ -118,6 +118,7 @@ class Preflight(WatchingMode):
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
         bitmaps: how long those are that Reducers of DDP copy to the device, to find unused parameters.
         uploads: has operations get constants that it uploads. Without it, each copy of theirs is a finding.
+        knows_number: returns of each operation whether it reads a number that a capture can be given.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -133,6 +134,7 @@ class Preflight(WatchingMode):
         draws: DrawRecorder | None = None,
         bitmaps: Sequence[int] = (),
         uploads: Uploads | None = None,
+        knows_number: Callable[[OperationCall], bool] = lambda _: False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators), tuple(bitmaps))
@@ -140,7 +142,7 @@ class Preflight(WatchingMode):
         self._observers = observers
         self._located = located
         self._draws = draws
-        self._uploads = uploads
+        self._uploads, self._knows_number = uploads, knows_number
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
@@ -319,7 +321,7 @@ class Preflight(WatchingMode):
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start
         call = OperationCall(op, args, kwargs, result)
-        problems = problems_of(call, self._watched, waited=bool(waits))
+        problems = [] if self._knows_number(call) else problems_of(call, self._watched, waited=bool(waits))
         if self._draws is not None:
             problems = self._draws.judged(call, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]

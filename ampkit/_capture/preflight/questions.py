@@ -16,11 +16,15 @@ what the first has written is put back, and the call is eager. The code behind a
 might index out of range where it was to raise, which no process survives.
 
 In the capture the answers are given by their order: ahead, those of the key; at a cut, that of the rehearsal.
+
+A number that the host reads (`.item()`, `torch.arange(n)[-1]` as a size) is no question. But if it is computed from
+constants alone, it is always the same, and the capture gets that one.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +33,9 @@ from torch.nn import Parameter
 
 from ..._errors import CaptureError
 from ..._torch.autograd.autograd import in_backward
-from ..._torch.tensors.modes import without_modes
-from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import WatchingMode, enter, without_modes
+from ..._torch.tensors.operators import LIFT_FRESH, READ, OperationCall, kind_of
 from ..._torch.tensors.tensors import storage_address
 from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
@@ -68,6 +73,7 @@ class AskedPath(NamedTuple):
     path: DrawPath  # the questions that are asked ahead, with what computes them and the answers
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
+    numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
 
 
 class QuestionRecorder:
@@ -98,6 +104,7 @@ class QuestionRecorder:
         self._reads: list[tuple[_Source, bool]] = []
         self._questions: list[Question | None] = []
         self._answers: list[bool] = []
+        self._numbers: list[Any] = []
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
         for number, leaf in tensors:
@@ -143,7 +150,7 @@ class QuestionRecorder:
 
     def asked(self) -> AskedPath | None:
         """Return what was asked, None if nothing was."""
-        if not (self._reads or self._answers):
+        if not (self._reads or self._answers or any(number is not None for number in self._numbers)):
             return None
         slots: dict[int, int] = {}
         segments, count = [], 0
@@ -156,10 +163,19 @@ class QuestionRecorder:
                     operations.append(DrawOperation(op, _with_slots(args, slots), named))
                     slots[number] = count
                     count += results
-            always = not any(isinstance(each, Leaf) for each in self._origins(source))
-            read = NumberRead(_with_slots(source, slots), bool, always=always)
+            read = NumberRead(_with_slots(source, slots), bool, always=not self._of_input(source))
             segments.append(Segment(tuple(operations), read, answer))
-        return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._questions), tuple(self._answers))
+        path = DrawPath((*segments, Segment((), None)))
+        return AskedPath(path, tuple(self._questions), tuple(self._answers), tuple(self._numbers))
+
+    def knows_number(self, call: OperationCall) -> bool:
+        """Return whether an operation reads a number that is always the same. To be called with each operation."""
+        if call.op is not READ or call.given[0].device.type != self._device.type:
+            return False
+        source = self._source(call.given[0], call.given_at[0]) if self._cuts else None
+        known = source is not None and len(self._needed(source)) <= _MOST_OPERATIONS and not self._of_input(source)
+        self._numbers.append(call.result if known else None)
+        return known
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
@@ -169,7 +185,7 @@ class QuestionRecorder:
         if source is not None and len(self._needed(source)) > _MOST_OPERATIONS:
             source = None
         cuts = source is None
-        if cuts and not (self._cuts and _is_plain(tensor) and not (in_backward() or self._is_drawn(tensor))):
+        if cuts and not (self._cuts and _is_plain(tensor) and not self._is_left_out(tensor)):
             self._questions.append(None)
             return original(tensor)
         with Undo() as undo, without_modes():  # a question is no finding
@@ -183,6 +199,12 @@ class QuestionRecorder:
         else:
             self._reads.append((source, value))
         return value
+
+    def _is_left_out(self, tensor: Tensor) -> bool:
+        """Return whether no graph is cut here: in a backward, for a draw, and for an optimizer of torch's on a CPU."""
+        if in_backward() or self._is_drawn(tensor):
+            return True
+        return self._device.type == "cpu" and real_frame().f_code.co_filename.startswith(_OPTIMIZERS)
 
     def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.item`. Of a number the host may learn more than true or false."""
@@ -211,30 +233,67 @@ class QuestionRecorder:
             return tuple(map(self._noted, value))
         return self._source(value, storage_address(value)) if isinstance(value, Tensor) else value
 
-    def _origins(self, source: _Source) -> list[_Source | None]:
-        """Return what this is made of in the end, and what lies between."""
-        return [source, *(each for number in self._needed(source) for each in self._operations[number][-1])]
+    def _of_input(self, source: _Source) -> bool:
+        """Return whether the values of this are made of those of the input, and not of its layout alone."""
+        made = [self._operations[number] for number in self._needed(source, of_values=True)]
+        origins = [source, *(each for op, *_, sources in made for each in _of_values(op, sources))]
+        return any(isinstance(each, Leaf) for each in origins)
 
-    def _needed(self, source: _Source) -> list[int]:
-        """Return the operations that compute this, in their order."""
+    def _needed(self, source: _Source, *, of_values: bool = False) -> list[int]:
+        """Return the operations that compute this, or its values alone, in their order."""
         left: list[_Source | None] = [source]
         found = set[int]()
         while left:
             each = left.pop()
             if isinstance(each, _Made) and each.operation not in found:
                 found.add(each.operation)
-                left += self._operations[each.operation][-1]
+                op, *_, sources = self._operations[each.operation]
+                left += _of_values(op, sources) if of_values else sources
         return sorted(found)
+
+
+class _KnownNumbers(WatchingMode):
+    """Gives the host the numbers that are always the same, in their order. With `differs`, they are compared instead.
+
+    Args:
+        device: of the tensors that have them.
+        numbers: see `AskedPath`.
+        differs: called if a number is another one.
+    """
+
+    def __init__(self, device: torch.device, numbers: Iterator[Any], differs: Callable[[], None] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._device, self._numbers, self._differs = device, numbers, differs
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = next(self._numbers, None) if op is READ and args[0].device.type == self._device.type else None
+        if number is not None and self._differs is None:
+            return number
+        with autocast_of_parts(op):
+            result = op(*args, **(kwargs or {}))
+        if number is not None and self._differs is not None and result != number:
+            self._differs()
+        return result
 
 
 @contextmanager
 def answering_questions(
-    asked: AskedPath | None, device: torch.device, at_cut: Callable[[Tensor], bool], *, captures: bool
+    asked: AskedPath | None,
+    device: torch.device,
+    at_cut: Callable[[Tensor], bool],
+    differs: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Context of a rehearsal or a capture, in which what a call asks gets the recorded answers, in their order.
 
-    Where the graph is cut, `at_cut` gives the answer. It is an error if a call that `captures` does not ask all of it.
+    In a capture it is an error if the call does not ask all of it.
+
+    Args:
+        asked: what such calls ask, None for nothing.
+        device: where they compute.
+        at_cut: gives the answer where the graph is cut.
+        differs: called if a number that is always the same is another one in a rehearsal. None in a capture.
     """
+    captures = differs is None
     if asked is None:
         yield
         return
@@ -260,9 +319,17 @@ def answering_questions(
     with Undo() as undo:
         for name in ("__bool__", "item"):
             replace_here(undo, Tensor, name, answer)
+        if any(number is not None for number in asked.numbers):
+            enter(undo, _KnownNumbers(device, iter(asked.numbers), differs))
         yield
     if captures and next(questions, None) is not None:
         raise CaptureError(_OTHERS.format("the step"))
+
+
+def _of_values(op: Any, sources: list[_Source | None]) -> list[_Source | None]:
+    """Return those that the values of an operation's result come from. Of `ones_like` that is none."""
+    name = kind_of(op).name
+    return [] if name.startswith("new_") or name.endswith("_like") else sources
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -281,6 +348,7 @@ def _with_slots(value: Any, slots: dict[int, int]) -> Any:
     return tuple(_with_slots(each, slots) for each in value) if type(value) is tuple else value
 
 
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MOST_OPERATIONS = 64  # of a question
 _OTHERS = (
     "{0} asks the device something else than in the calls before, after the same answers. What it asks must depend on "

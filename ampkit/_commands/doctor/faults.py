@@ -178,7 +178,14 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         questions = QuestionRecorder(trial.device, leaves, uploads.has, draws.has_drawn, cuts=True)
         observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
         preflight = stack.enter_context(
-            Preflight(trial.device, generators, draws=draws, observers=observers, uploads=uploads)
+            Preflight(
+                trial.device,
+                generators,
+                draws=draws,
+                observers=observers,
+                uploads=uploads,
+                knows_number=questions.knows_number,
+            )
         )
         stack.enter_context(uploads.learning(provenance))
         stack.enter_context(questions.asking())

@@ -20,6 +20,7 @@ from ..._torch.tensors.modes import UnseenFunctionMode, enter, unseen_function_m
 from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo
 from ..._user_line import line_text, running_place
+from ..graph.graph import CUT_MARK
 
 
 class _PythonCall(NamedTuple):
@@ -230,11 +231,14 @@ def _parsed(entries: dict[int, _Entry], calls: list[_PythonCall], lenient: bool)
     # What other threads do meanwhile, such as a loader's, is no part of the step.
     autograds = sorted({entry.thread for entry in entries.values() if entry.scope == _BACKWARD} - {main})
     owners = _Owners(entries, ordered, main)
+    cut = {i for i, entry in entries.items() if entry.name == CUT_MARK}  # and all that runs within it
+    for i in ordered if cut else ():
+        cut |= {i} if entries[i].parent in cut else set()
     noted: set[int] = set()
     threads: dict[int, list[Operation]] = {thread: [] for thread in (main, *autograds)}
     for i in ordered:
         entry = entries[i]
-        skipped = entry.name in _WITHOUT_EFFECT or entry.name.startswith(_SKIPPED)
+        skipped = entry.name in _WITHOUT_EFFECT or entry.name.startswith(_SKIPPED) or i in cut
         if entry.thread in threads and entry.scope != _USER and not skipped:
             within = _is_within_function(entry, entries)
             if within and (lenient or entry.name.startswith(_MADE_WITHIN)):

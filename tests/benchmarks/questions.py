@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ampkit
 
-NOTHING, INPUT, MIDDLE = "nothing", "about its input", "in the middle"
+NOTHING, INPUT, MIDDLE = "nothing", "about its input", "in the middle"  # the first computes what the last asks
 
 
 class Encoder(nn.Module):
@@ -34,7 +34,8 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         padding = ~mask if self.asks == INPUT and not mask.all() else None
         out: Tensor = self.layers(x, src_key_padding_mask=padding)
-        if self.asks == MIDDLE and not out.isfinite().all():
+        finite = out.isfinite().all()
+        if self.asks == MIDDLE and not finite:
             raise ValueError("not finite")
         return out
 
@@ -50,7 +51,8 @@ class Images(nn.Module):
         if self.asks == INPUT and not mask.all():
             raise ValueError("an image is missing")
         out: Tensor = self.net(x)
-        if self.asks == MIDDLE and not out.isfinite().all():
+        finite = out.isfinite().all()
+        if self.asks == MIDDLE and not finite:
             raise ValueError("not finite")
         return out
 

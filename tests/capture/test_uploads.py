@@ -231,6 +231,7 @@ def test_an_index_in_other_steps(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by dynamo
 def test_an_index_beside_compiled_code() -> None:
     """D1: a list as an index is captured beside compiled code, which has the numbers of its own on the device."""
 
@@ -256,12 +257,12 @@ def test_an_index_in_parts() -> None:
     def run(graph: str) -> tuple[dict[str, Tensor], Any]:
         torch.manual_seed(0)
         net = Net(indexed).cuda()
-        optimizer = Read(net.parameters(), lr=2.0**-8)
+        optimizer = Read(net.parameters(), lr=2.0**-6)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ampkit.CaptureWarning)
             step = ampkit.graphed_step(lambda model, x: (model(x) - 1.0).square().mean(), net, optimizer, graph=graph)
             for i in range(8):
-                step(torch.linspace(-1, 1 + i, 12, device="cuda").view(3, 4))
+                step(torch.linspace(-1, 1 - i / 8, 12, device="cuda").view(3, 4))
         report = step.report()
         step.close()
         return dict(net.state_dict()), report

@@ -1,6 +1,7 @@
 """Copies of what a call writes before it asks the device something: a replay that gets another answer is undone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,13 @@ class Backup:
 
     def __init__(self, tensors: Sequence[Tensor], state: TrainingState, generators: Sequence[torch.Generator]) -> None:
         self._carried = state.carried
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._copies = [*map(torch.empty_like, self._tensors)]
+        # By dtype: torch copies tensors of several dtypes one by one.
+        kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor in tensors:
+            here, copies = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
+            here.append(tensor.detach())
+            copies.append(torch.empty_like(here[-1]))
+        self._kinds = [*kinds.values()]
         self._generators = all_generators(generators)
         self._random: list[Tensor] = []
 
@@ -77,17 +83,17 @@ class Backup:
         """Copy. Sync: none."""
         self._random = [generator.get_state() for generator in self._generators]
         self._put_back = self._carried.putting_back()
-        self._copy(self._copies, self._tensors)
+        self._copy([(copies, here) for here, copies in self._kinds])
 
     def restore(self) -> None:
         """Put all back, in place. Sync: none."""
         self._put_back()
-        self._copy(self._tensors, self._copies)
+        self._copy(self._kinds)
         for generator, state in zip(self._generators, self._random, strict=True):
             put_back(generator, state)
 
     @staticmethod
-    def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-        if to:
-            with torch.no_grad(), without_dispatch_modes(), without_torch_function():
+    def _copy(kinds: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+        with torch.no_grad(), without_dispatch_modes(), without_torch_function():
+            for to, source in kinds:
                 foreach_copy_(to, source)

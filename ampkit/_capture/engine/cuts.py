@@ -35,6 +35,7 @@ class RehearsedCuts:
         with Undo() as undo:
             self._writes = EarlyWrites(self._state, undo)
             yield
+            self._writes.end()
 
     def ask(self, asked: Tensor) -> bool:
         """Return the answer in the rehearsal."""

@@ -29,6 +29,7 @@ class EarlyWrites:
         self._before = {path: version_of(tensor) for path, tensor in memory_of(state).items()}
         self._stepped: set[Optimizer] = set()
         self._early: set[str] = set()
+        self._counted: set[str] = set()
         undo.note(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer)).remove)
 
     def note(self) -> None:
@@ -40,14 +41,18 @@ class EarlyWrites:
         self._early |= {path for path, tensor in memory_of(self._state).items() if id(tensor) in stepped}
         self._early |= self._changed()
 
+    def end(self) -> None:
+        """Take note that the call is over. Replays that are undone, and the user's code, write the same tensors."""
+        self._counted = self._changed()
+
     def tensors(self, written: set[str]) -> list[Tensor]:
-        """Return the tensors that were written by then. To be called behind the call.
+        """Return the tensors that were written by then.
 
         Args:
             written: the paths of what such calls change. Of these torch does not count all writes, as those of
                 `batch_norm` to its running statistics: what was written without a count may have been written early.
         """
-        early = self._early | (written - self._changed())
+        early = self._early | (written - self._counted)
         return [tensor for path, tensor in memory_of(self._state).items() if path in early]
 
     def _changed(self) -> set[str]:

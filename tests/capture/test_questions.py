@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, assert_same, deterministic, training_state
+from harness import ENGINES, assert_same, bits, deterministic, training_state
 from tape import taped
 from torch import Tensor, nn
 
@@ -363,6 +363,36 @@ def test_a_branch_that_was_not_taken_at_first(engine: Engine, since: int) -> Non
     """D3: the first call under the preflight has not written what the captured branch writes."""
     bad = {16, 20}
     assert_same(trained_with_norm(engine, since, bad), trained_with_norm((engine[0], "off"), since, bad))
+
+
+def test_what_is_written_through_data_is_put_back(engine: Engine) -> None:
+    """D3: as the weights of a teacher in front of a question. torch counts no such write."""
+    device, graph = engine
+    found = []
+    for way in ("off", graph):
+        torch.manual_seed(0)
+        student, teacher = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1, fused=True)
+
+        def step(
+            x: Tensor, flag: Tensor, student: Any = student, teacher: Any = teacher, opt: Any = optimizer
+        ) -> Tensor:
+            opt.zero_grad()
+            loss = student(x).square().mean()
+            loss.backward()
+            opt.step()
+            for mean, param in zip(teacher.parameters(), student.parameters(), strict=True):
+                mean.data.mul_(0.5).add_(param.data)
+            if loss.detach() * 0 + flag > 0:
+                return loss.detach() * 2.0
+            return loss.detach()
+
+        called = ampkit.graphed(modules=(student, teacher), optimizers=(optimizer,), graph=way)(step)
+        for i, (x, _, _) in enumerate(batches(device, 24)):
+            flag = torch.full((), float(i in (12, 20)), device=device)
+            found.append((called(x, flag), [bits(param) for param in teacher.parameters()]))
+        assert way == "off" or called.report().replays >= 16
+    assert_same(found[24:], found[:24])
 
 
 @pytest.mark.parametrize("ask", NUMBERS, ids=lambda ask: ask.__name__)

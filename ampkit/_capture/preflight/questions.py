@@ -68,6 +68,11 @@ class AskedPath(NamedTuple):
     path: DrawPath  # the questions that are asked ahead, with what computes them and the answers
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
+    early_at: frozenset[int] = frozenset()  # addresses of memory that the call has written by its last cut
+
+    def is_like(self, other: "AskedPath") -> bool:
+        """Return whether another call has asked the same, with the same answers."""
+        return self._replace(early_at=other.early_at) == other
 
 
 class QuestionRecorder:
@@ -98,6 +103,8 @@ class QuestionRecorder:
         self._reads: list[tuple[_Source, bool]] = []
         self._questions: list[Question | None] = []
         self._answers: list[bool] = []
+        self._written_at: set[int] = set()
+        self._early_at: frozenset[int] = frozenset()
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
         for number, leaf in tensors:
@@ -108,6 +115,7 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
+        self._written_at.update(call.written_at)
         for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
@@ -159,7 +167,8 @@ class QuestionRecorder:
             always = not any(isinstance(each, Leaf) for each in self._origins(source))
             read = NumberRead(_with_slots(source, slots), bool, always=always)
             segments.append(Segment(tuple(operations), read, answer))
-        return AskedPath(DrawPath((*segments, Segment((), None))), tuple(self._questions), tuple(self._answers))
+        path = DrawPath((*segments, Segment((), None)))
+        return AskedPath(path, tuple(self._questions), tuple(self._answers), self._early_at)
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
@@ -180,6 +189,7 @@ class QuestionRecorder:
         self._questions.append(Question(tensor.shape, tensor.dtype, cuts))
         if source is None:
             self._answers.append(value)
+            self._early_at = frozenset(self._written_at - {0})
         else:
             self._reads.append((source, value))
         return value

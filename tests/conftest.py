@@ -126,6 +126,7 @@ def sections() -> dict[str, list[str]]:
         "scan_setups": "random training set-ups, by scans and windows, and by eager single calls",
         "split_setups": "random training set-ups, in parts and eagerly",
         "compile_setups": "random training set-ups, compiled, graphed and without a graph",
+        "cut_setups": "random training set-ups that ask the device questions, graphed and eager",
         "hostile": "random set-ups that try to make a graph differ from eager",
         "interrupts": "interrupts at lines of ampkit",
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, assert_same, deterministic, training_state
+from harness import ENGINES, assert_same, bits, deterministic, training_state
 from tape import taped
 from torch import Tensor, nn
 
@@ -346,6 +346,89 @@ def test_answers_that_keep_changing(engine: Engine, ask: Any) -> None:
     assert report.replays <= 16
     assert report.replays + sum(report.eager.values()) == 40
     assert_same(history, expected)
+
+
+class Normed(Net):
+    """BatchNorm from a call on, in front of a check. torch does not count what it writes to its running statistics."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__(lambda *_: torch.empty(()))
+        self.norm, self.since = nn.BatchNorm1d(4), since
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        h: Tensor = self.fc(x)
+        if self.calls > self.since:
+            h = self.norm(h)
+        if ((h.detach() * 0 + y.view(-1, 1)) == PADDING).any():
+            raise ValueError("a label is out of range")
+        return h
+
+
+def trained_with_norm(engine: Engine, since: int, bad: set[int]) -> list[Any]:
+    """Return the state after each call. In the calls in `bad` the check raises."""
+    device, graph = engine
+    torch.manual_seed(0)
+    net = Normed(since).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-6, fused=True)
+
+    def loss_fn(model: nn.Module, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x, mask, y), y.clamp(max=CLASSES - 1))
+
+    history = []
+    with ampkit.graphed_step(loss_fn, net, optimizer, graph=graph) as step:
+        for i, (x, mask, y) in enumerate(batches(device, 24)):
+            if i in bad:
+                y[1] = PADDING
+            with pytest.raises(ValueError, match="out of range") if i in bad else nullcontext():
+                step(x, mask, y)
+            history.append(training_state(net, optimizer, step.scaler))
+        assert graph == "off" or step.report().replays >= 12
+    return history
+
+
+@pytest.mark.parametrize("first", [3, 4, 5])
+def test_a_replay_that_is_undone_before_another_capture(engine: Engine, first: int) -> None:
+    """D3: what is put back has been written as torch counts it. The next graph puts back the same tensors."""
+    bad = {first, 16, 20}
+    assert_same(trained_with_norm(engine, 0, bad), trained_with_norm((engine[0], "off"), 0, bad))
+
+
+@pytest.mark.parametrize("since", [1, 2, 3])
+def test_a_branch_that_was_not_taken_at_first(engine: Engine, since: int) -> None:
+    """D3: the first call under the preflight has not written what the captured branch writes."""
+    bad = {16, 20}
+    assert_same(trained_with_norm(engine, since, bad), trained_with_norm((engine[0], "off"), since, bad))
+
+
+def test_what_is_written_through_data_is_put_back(engine: Engine) -> None:
+    """D3: as the weights of a teacher in front of a question. torch counts no such write."""
+    device, graph = engine
+    found = []
+    for way in ("off", graph):
+        torch.manual_seed(0)
+        student, teacher = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1, fused=True)
+
+        def step(
+            x: Tensor, flag: Tensor, student: Any = student, teacher: Any = teacher, opt: Any = optimizer
+        ) -> Tensor:
+            opt.zero_grad()
+            loss = student(x).square().mean()
+            loss.backward()
+            opt.step()
+            for mean, param in zip(teacher.parameters(), student.parameters(), strict=True):
+                mean.data.mul_(0.5).add_(param.data)
+            if loss.detach() * 0 + flag > 0:
+                return loss.detach() * 2.0
+            return loss.detach()
+
+        called = ampkit.graphed(modules=(student, teacher), optimizers=(optimizer,), graph=way)(step)
+        for i, (x, _, _) in enumerate(batches(device, 24)):
+            flag = torch.full((), float(i in (12, 20)), device=device)
+            found.append((called(x, flag), [bits(param) for param in teacher.parameters()]))
+        assert way == "off" or called.report().replays >= 16
+    assert_same(found[24:], found[:24])
 
 
 @pytest.mark.parametrize("ask", NUMBERS, ids=lambda ask: ask.__name__)

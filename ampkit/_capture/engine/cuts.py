@@ -12,6 +12,7 @@ from ..._errors import CaptureError
 from ..._torch.tensors.modes import without_modes
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then, is_true, same
+from ..preflight.questions import AskedPath
 from ..state.backup import Backup, EarlyWrites
 from ..state.state import TrainingState
 
@@ -38,6 +39,7 @@ class RehearsedCuts:
         with Undo() as undo:
             self._writes = EarlyWrites(self._state, undo)
             yield
+            self._writes.end()
 
     def ask(self, asked: Tensor) -> bool:
         """Return the answer in the rehearsal."""
@@ -69,17 +71,21 @@ class RehearsedCuts:
 
         return cut
 
-    def undone(self, graph: Graph, written: set[str], generators: Sequence[torch.Generator]) -> "Graph":
+    def undone(
+        self, graph: Graph, written: set[str], asked: AskedPath | None, generators: Sequence[torch.Generator]
+    ) -> "Graph":
         """Return a graph whose replays are undone where they get another answer.
 
         Args:
             graph: as it is.
             written: the paths of the tensors of the state that such calls change.
+            asked: what such calls ask.
             generators: those that they draw from, beside the default ones.
         """
         if not self.answers:
             return graph
-        return CutGraph(graph, Backup(self._writes.tensors(written), self._state, generators))
+        early_at = frozenset[int]() if asked is None else asked.early_at
+        return CutGraph(graph, Backup(self._writes.tensors(written, early_at), self._state, generators))
 
 
 @dataclass(frozen=True, eq=False)

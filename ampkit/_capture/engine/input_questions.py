@@ -76,7 +76,7 @@ class InputQuestions:
             return True
         if key.answers in (None, NEW):
             return asked is None
-        if known is None or asked != known:
+        if known is None or asked is None or not asked.is_like(known):
             self._give_up(_CHANGED)
         return True
 

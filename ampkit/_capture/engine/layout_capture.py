@@ -81,12 +81,13 @@ class LayoutCapture:
         if self._session.names is not None:
             graph = self._session.names.named(graph, [layout.kernels])
         cuts = self._questions.cuts(key)
-        graph = cuts.undone(graph, layout.writes.paths(), self._options.generators)
+        asked = self._questions.asked(key)
+        graph = cuts.undone(graph, layout.writes.paths(), asked, self._options.generators)
         # An emulated graph keeps the function that it is given. With self in that, a cycle would keep the graph alive.
         fn, uploads = seeing_capture(self._session.captured, layout.answer.sees_capture), self._session.uploads
         in_place = partial(uploads.in_place, in_operations=layout.uploads_in_operations, captures=True)
         cut = weakref.WeakMethod(new.cut)
-        answered = partial(answering_questions, self._questions.asked(key), self._session.device)
+        answered = partial(answering_questions, asked, self._session.device)
 
         def recorded() -> Any:
             versions = inputs.versions()

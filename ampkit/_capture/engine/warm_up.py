@@ -84,7 +84,9 @@ class WarmUp:
                 layout.count_call(cold)
                 undo.forget()
                 return outputs, None, None
-            noted = nullcontext() if layout.writes.known else layout.writes.noted(self._state)
+            # At a cut calls may take other branches, which write other tensors.
+            is_known = layout.writes.known and self._questions.asked(key) is None
+            noted = nullcontext() if is_known else layout.writes.noted(self._state)
             watched, averaging = self._host_changes.watching(is_first=not cold.calls), self._session.ranks.reducers
             with self._segments(), noted, watched, averaging.watching() as why_not_averaged:
                 if not cold.checked:

@@ -74,6 +74,11 @@ class AskedPath(NamedTuple):
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
+    early_at: frozenset[int] = frozenset()  # addresses of memory that the call has written by its last cut
+
+    def is_like(self, other: "AskedPath") -> bool:
+        """Return whether another call has asked the same, with the same answers."""
+        return self._replace(early_at=other.early_at) == other
 
 
 class QuestionRecorder:
@@ -105,6 +110,8 @@ class QuestionRecorder:
         self._questions: list[Question | None] = []
         self._answers: list[bool] = []
         self._numbers: list[Any] = []
+        self._written_at: set[int] = set()
+        self._early_at: frozenset[int] = frozenset()
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
         for number, leaf in tensors:
@@ -115,6 +122,7 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
+        self._written_at.update(call.written_at)
         for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
@@ -166,7 +174,7 @@ class QuestionRecorder:
             read = NumberRead(_with_slots(source, slots), bool, always=not self._of_input(source))
             segments.append(Segment(tuple(operations), read, answer))
         path = DrawPath((*segments, Segment((), None)))
-        return AskedPath(path, tuple(self._questions), tuple(self._answers), tuple(self._numbers))
+        return AskedPath(path, tuple(self._questions), tuple(self._answers), tuple(self._numbers), self._early_at)
 
     def knows_number(self, call: OperationCall) -> bool:
         """Return whether an operation reads a number that is always the same. To be called with each operation."""
@@ -196,6 +204,7 @@ class QuestionRecorder:
         self._questions.append(Question(tensor.shape, tensor.dtype, cuts))
         if source is None:
             self._answers.append(value)
+            self._early_at = frozenset(self._written_at - {0})
         else:
             self._reads.append((source, value))
         return value

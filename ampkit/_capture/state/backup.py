@@ -1,6 +1,6 @@
 """Copies of what a call writes before it asks the device something: a replay that gets another answer is undone."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._torch.device.rnn_dropout import put_back
 from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
-from ..._torch.tensors.tensors import foreach_copy_
+from ..._torch.tensors.tensors import foreach_copy_, storage_address
 from ..._undo import Undo
 from .overlaps import memory_of, version_of
 from .snapshot import all_generators
@@ -30,6 +30,7 @@ class EarlyWrites:
         self._before = {path: version_of(tensor) for path, tensor in memory_of(state).items()}
         self._stepped: set[Optimizer] = set()
         self._early: set[str] = set()
+        self._counted: set[str] = set()
         undo.note(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer)).remove)
 
     def note(self) -> None:
@@ -41,15 +42,21 @@ class EarlyWrites:
         self._early |= {path for path, tensor in memory_of(self._state).items() if id(tensor) in stepped}
         self._early |= self._changed()
 
-    def tensors(self, written: set[str]) -> list[Tensor]:
-        """Return the tensors that were written by then. To be called behind the call.
+    def end(self) -> None:
+        """Take note that the call is over. Replays that are undone, and the user's code, write the same tensors."""
+        self._counted = self._changed()
+
+    def tensors(self, written: set[str], early_at: Set[int]) -> list[Tensor]:
+        """Return the tensors that were written by then.
 
         Args:
             written: the paths of what such calls change. Of these torch does not count all writes, as those of
                 `batch_norm` to its running statistics: what was written without a count may have been written early.
+            early_at: where operations have written by then. Those that write through `.data` raise no version.
         """
-        early = self._early | (written - self._changed())
-        return [tensor for path, tensor in memory_of(self._state).items() if path in early]
+        early = self._early | (written - self._counted)
+        tensors = memory_of(self._state).items()
+        return [tensor for path, tensor in tensors if path in early or storage_address(tensor) in early_at]
 
     def _changed(self) -> set[str]:
         now = memory_of(self._state).items()

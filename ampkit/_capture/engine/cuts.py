@@ -1,7 +1,7 @@
 """Where the host asks the device something that nobody knows ahead, a graph is cut, and a replay asks there."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..._errors import CaptureError
 from ..._torch.tensors.modes import without_modes
-from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then, is_true, same
 from ..preflight.questions import AskedPath
-from ..state.backup import Backup, EarlyWrites
+from ..state.backup import Backup, written_early
 from ..state.state import TrainingState
 
 
@@ -33,19 +32,10 @@ class RehearsedCuts:
         self.answers: list[bool] = []
         self.differs = False
 
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Context of the rehearsal."""
-        with Undo() as undo:
-            self._writes = EarlyWrites(self._state, undo)
-            yield
-            self._writes.end()
-
     def ask(self, asked: Tensor) -> bool:
         """Return the answer in the rehearsal."""
         with without_modes():
             self.answers.append(is_true(asked))
-        self._writes.note()
         return self.answers[-1]
 
     def differ(self) -> None:
@@ -73,7 +63,7 @@ class RehearsedCuts:
 
     def undone(
         self, graph: Graph, written: set[str], asked: AskedPath | None, generators: Sequence[torch.Generator]
-    ) -> "Graph":
+    ) -> Graph:
         """Return a graph whose replays are undone where they get another answer.
 
         Args:
@@ -82,10 +72,10 @@ class RehearsedCuts:
             asked: what such calls ask.
             generators: those that they draw from, beside the default ones.
         """
-        if not self.answers:
+        if not self.answers or asked is None:
             return graph
-        early_at = frozenset[int]() if asked is None else asked.early_at
-        return CutGraph(graph, Backup(self._writes.tensors(written, early_at), self._state, generators))
+        tensors = written_early(self._state, written, asked.early_at, asked.written_at)
+        return CutGraph(graph, Backup(tensors, self._state, generators))
 
 
 @dataclass(frozen=True, eq=False)

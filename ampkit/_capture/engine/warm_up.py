@@ -148,7 +148,7 @@ class WarmUp:
                 return call._replace(args=args, kwargs=kwargs).to(self._session.captured)
 
         # The first call may have taken other branches, where it made something that later calls find.
-        with self._state.noting_reads(in_parts=lambda: False), cuts.rehearsing():
+        with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))

@@ -74,11 +74,12 @@ class AskedPath(NamedTuple):
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
-    early_at: frozenset[int] = frozenset()  # addresses of memory that the call has written by its last cut
+    early_at: frozenset[int] = frozenset()  # addresses of memory that operations have written by the last cut
+    written_at: frozenset[int] = frozenset()  # and in all of the call
 
     def is_like(self, other: "AskedPath") -> bool:
         """Return whether another call has asked the same, with the same answers."""
-        return self._replace(early_at=other.early_at) == other
+        return self[:_ASKED] == other[:_ASKED]
 
 
 class QuestionRecorder:
@@ -173,8 +174,10 @@ class QuestionRecorder:
                     count += results
             read = NumberRead(_with_slots(source, slots), bool, always=not self._of_input(source))
             segments.append(Segment(tuple(operations), read, answer))
-        path = DrawPath((*segments, Segment((), None)))
-        return AskedPath(path, tuple(self._questions), tuple(self._answers), tuple(self._numbers), self._early_at)
+        path, written = DrawPath((*segments, Segment((), None))), frozenset(self._written_at)
+        return AskedPath(
+            path, tuple(self._questions), tuple(self._answers), tuple(self._numbers), self._early_at, written
+        )
 
     def knows_number(self, call: OperationCall) -> bool:
         """Return whether an operation reads a number that is always the same. To be called with each operation."""
@@ -358,6 +361,7 @@ def _with_slots(value: Any, slots: dict[int, int]) -> Any:
 
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+_ASKED = AskedPath._fields.index("early_at")  # how many of its fields say what was asked
 _MOST_OPERATIONS = 64  # of a question
 _OTHERS = (
     "{0} asks the device something else than in the calls before, after the same answers. What it asks must depend on "

@@ -5,64 +5,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._torch.device.rnn_dropout import put_back
 from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
 from ..._torch.tensors.tensors import foreach_copy_, storage_address
-from ..._undo import Undo
-from .overlaps import memory_of, version_of
+from .overlaps import memory_of
 from .snapshot import all_generators
 from .state import TrainingState
 
 
-class EarlyWrites:
-    """Finds which tensors of the state an eager call has written by a moment. To be made in front of the call.
+def written_early(state: TrainingState, written: Set[str], early_at: Set[int], seen_at: Set[int]) -> list[Tensor]:
+    """Return the tensors of the state that a call writes by a moment.
 
     Args:
         state: what the call may change.
-        undo: at its end, no step of an optimizer is noticed any more.
+        written: the paths of what it changes.
+        early_at: where operations have written by then, also those that raise no version, as through `.data`.
+        seen_at: where operations have written in all of the call. What was changed elsewhere may have been changed
+            early: torch does not say that `batch_norm` writes to its running statistics.
     """
-
-    def __init__(self, state: TrainingState, undo: Undo) -> None:
-        self._state = state
-        self._before = {path: version_of(tensor) for path, tensor in memory_of(state).items()}
-        self._stepped: set[Optimizer] = set()
-        self._early: set[str] = set()
-        self._counted: set[str] = set()
-        undo.note(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped.add(optimizer)).remove)
-
-    def note(self) -> None:
-        """Take note that the moment is now, or later."""
-        # Of an optimizer all: it may change it through `.data`, which raises no version.
-        params = {param for optimizer in self._stepped for group in optimizer.param_groups for param in group["params"]}
-        kept = [optimizer.state.get(param, {}).values() for optimizer in self._stepped for param in params]
-        stepped = {id(value) for values in kept for value in values} | set(map(id, params))
-        self._early |= {path for path, tensor in memory_of(self._state).items() if id(tensor) in stepped}
-        self._early |= self._changed()
-
-    def end(self) -> None:
-        """Take note that the call is over. Replays that are undone, and the user's code, write the same tensors."""
-        self._counted = self._changed()
-
-    def tensors(self, written: set[str], early_at: Set[int]) -> list[Tensor]:
-        """Return the tensors that were written by then.
-
-        Args:
-            written: the paths of what such calls change. Of these torch does not count all writes, as those of
-                `batch_norm` to its running statistics: what was written without a count may have been written early.
-            early_at: where operations have written by then. Those that write through `.data` raise no version.
-        """
-        early = self._early | (written - self._counted)
-        tensors = memory_of(self._state).items()
-        return [tensor for path, tensor in tensors if path in early or storage_address(tensor) in early_at]
-
-    def _changed(self) -> set[str]:
-        now = memory_of(self._state).items()
-        return {
-            path for path, tensor in now if self._before.get(path) is None or version_of(tensor) != self._before[path]
-        }
+    found = []
+    for path, tensor in memory_of(state).items():
+        address = storage_address(tensor)
+        if address in early_at or (path in written and address not in seen_at):
+            found.append(tensor)
+    return found
 
 
 class Backup:

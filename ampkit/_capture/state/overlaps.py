@@ -27,7 +27,7 @@ class Writes:
     @contextmanager
     def noted(self, state: TrainingState) -> Iterator[None]:
         """Context for an eager call. It notes the tensors of the state that the call changes or makes. Sync: none."""
-        before = {path: (tensor, version_of(tensor)) for path, tensor in memory_of(state).items()}
+        before = {path: (tensor, _version(tensor)) for path, tensor in memory_of(state).items()}
         # torch does not raise the version of running statistics when batch_norm writes them, so values are compared.
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():  # modes of the user's see nothing
             values: dict[str, Tensor] = {}
@@ -41,7 +41,7 @@ class Writes:
         with without_dispatch_modes(), without_torch_function(), torch.no_grad():
             for path, tensor in memory_of(state).items():
                 was, number = before.get(path, (None, None))
-                if was is not tensor or number is None or number != version_of(tensor):
+                if was is not tensor or number is None or number != _version(tensor):
                     self._paths.add(path)
                 elif path in values:
                     differs = (values.pop(path) != bits(tensor)).any()
@@ -109,7 +109,7 @@ def memory_of(state: TrainingState) -> dict[str, Tensor]:
     return tensors | {path: gradient for path, gradient in gradients.items() if gradient is not None}
 
 
-def version_of(tensor: Tensor) -> int | None:
+def _version(tensor: Tensor) -> int | None:
     """Return the number of changes in place so far, None if torch does not count them for this tensor."""
     return None if tensor.is_inference() else version(tensor)
 

@@ -1,18 +1,20 @@
 """Where the host asks the device something that nobody knows ahead, a graph is cut, and a replay asks there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._errors import CaptureError
+from ..._text import CONSTANTS
 from ..._torch.tensors.modes import without_modes
+from ..._torch.tensors.tensors import storage_address, storage_of
 from ..graph.graph import Graph, MakeContext, Then, is_true, same
 from ..preflight.questions import AskedPath
-from ..state.backup import Backup, written_early
+from ..state.backup import Backup, whole, written_early
 from ..state.state import TrainingState
 
 
@@ -74,8 +76,17 @@ class RehearsedCuts:
         """
         if not self.answers or asked is None:
             return graph
-        tensors = written_early(self._state, written, asked.early_at, asked.written_at)
+        tensors = written_early(self._state, written, asked.early_at, asked.written_at, asked.early)
         return CutGraph(graph, Backup(tensors, self._state, generators))
+
+
+def numbers_in(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the numbers and texts in the attributes of modules, by what messages call them."""
+    found: dict[str, Any] = {}
+    for root, module in modules.items():
+        for path, part in module.named_modules(prefix=root):
+            found.update((f"{path}.{name}", each) for name, each in vars(part).items() if isinstance(each, CONSTANTS))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +108,11 @@ class CutGraph:
         except BaseException:  # or an interrupt between two pieces
             self._backup.restore()
             raise
+
+    def keep(self, left: Sequence[Tensor]) -> None:
+        """Put back the memory of these tensors too, which an earlier replay has left to the user."""
+        storages = {storage_address(tensor): storage_of(tensor) for tensor in left}
+        self._backup.add([whole(storage) for address, storage in storages.items() if address and storage is not None])
 
     def reset(self) -> None:
         """Release the graph, see `Graph`."""

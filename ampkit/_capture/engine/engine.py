@@ -1,6 +1,7 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..graph.graph import OtherAnswerError
 from ..graph.kernel_names import KernelTable
 from ..graph.report import GraphReport, Report
 from ..graph.turns import Turn, turns_on
-from ..host.constants import HostConstants
+from ..host.constants import ABSENT, HostConstants, are_same
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW
@@ -27,6 +28,7 @@ from ..ranks.job_end import close_before_end
 from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
 from ..state.overlaps import may_change
+from .cuts import numbers_in
 from .eager_call import EagerCall, EagerCalls, call_aligned
 from .host_draws import HostDraws
 from .input_questions import InputQuestions
@@ -122,8 +124,9 @@ class Engine:
                     return self._watched_replay(captured, phase, leaves, start, compares)
                 return captured.replay(leaves)
             except OtherAnswerError:
-                eager = partial(self._answer_otherwise, captured, key)
-                return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
+                pass  # what the user's code holds open in an emulated replay is closed with the traceback
+            eager = partial(self._answer_otherwise, captured, key)
+            return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
         return call_aligned(
             partial(self._call_without_graph, key, start),
             spec,
@@ -145,9 +148,10 @@ class Engine:
         if all_can and isinstance(stage, Cold):
             return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
         if all_can and is_warm and all_want:
-            try:
+            outputs = _ANSWERED_OTHERWISE
+            with suppress(OtherAnswerError):
                 outputs = self._capture_and_replay(key, layout, leaves)
-            except OtherAnswerError:
+            if outputs is _ANSWERED_OTHERWISE:
                 return self._answer_otherwise(layout, key, args, kwargs, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
@@ -182,7 +186,13 @@ class Engine:
         sees_capture = of.sees_capture if isinstance(of, Captured) else of.answer.sees_capture
         fn = seeing_capture(self._session.fn, sees_capture)
         self._questions.miss(key, self.replays)
-        return self._eager.run(_OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
+        before = numbers_in(self._state.modules)
+        outputs = self._eager.run(_OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
+        now, may_stop = numbers_in(self._state.modules), self._session.options.may_stop
+        changed = [name for name in now if not (are_same(before.get(name, ABSENT), now[name]) or may_stop(name))]
+        if changed:  # the calls with the answer of the capture may change it back, and no replay would
+            self._questions.stop_cutting(_CHANGES.format(changed[0]))
+        return outputs
 
     # ----------------------------------------------------------------------------------------------- with a graph
 
@@ -479,5 +489,11 @@ class Engine:
 
 _NOT_AGREED = "the ranks have not agreed to capture yet"
 _OTHER_ANSWER = "another answer to a question than the graph was captured with"
+_CHANGES = (
+    "a call with another answer of the device than the one before has changed {0}, which a replay would not change "
+    "back. Lines that ask about more than the input are named from now on. Keep it in a tensor on the device, or set "
+    "it behind the call."
+)
+_ANSWERED_OTHERWISE = object()
 _NOT_CAPTURED = object()  # None may be what a function returns
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -90,9 +90,13 @@ class InputQuestions:
             self._guesses.pop((key._replace(answers=None), asked.path.outcomes), None)
         self._replays = replays
         if self._misses > _FEW and self._misses > _MOST_MISSES * replays:
-            self.may_cut = False
-            self._forget()
-            self._fallback.warn_once("cuts", _MISSES)
+            self.stop_cutting(_MISSES)
+
+    def stop_cutting(self, why: str) -> None:
+        """Cut no graph any more, for this reason."""
+        self.may_cut = False
+        self._forget()
+        self._fallback.warn_once("cuts", why)
 
     def _answers(self, tree: Tree, leaves: Sequence[Any]) -> Outcomes | None:
         """Return the answers for these arguments; None as soon as it is not known what is asked next."""

@@ -14,6 +14,7 @@ from ..keys.inputs import StaticInputs
 from ..keys.key import Key
 from ..preflight.questions import answering_questions
 from ..state.overlaps import keep_apart
+from .cuts import CutGraph
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
@@ -98,7 +99,10 @@ class LayoutCapture:
 
         then, state = self._layouts.make_outputs, self._session.state
         context = layout.rehearsal.capturing
-        return graph, inputs, record(graph, recorded, context, then, state, self._ranks, self._cache.clear)
+        left = record(graph, recorded, context, then, state, self._ranks, self._cache.clear)
+        if left is not None and isinstance(graph, CutGraph):
+            graph.keep(left.tensors())
+        return graph, inputs, left
 
     def _within_budget(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture again into a pool that fewer graphs share. Refuse this key if its graph alone is too large."""

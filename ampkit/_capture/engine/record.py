@@ -1,9 +1,13 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..._errors import CaptureError
+from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
@@ -14,6 +18,26 @@ from ..state.state import TrainingState
 from ..state.walk import Walk
 
 
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a call leaves on the host, and a replay does not by itself. To be called behind each replay."""
+
+    _walk: Walk
+    _flags: Any
+    _gradients: Any
+    _held: list[tuple[Any, Any, Any]]  # a dict or list, the key, and what has tensors of the graph in it
+
+    def __call__(self) -> None:
+        """Leave it."""
+        self._walk.set_flags(self._flags)
+        self._walk.set_gradients(self._gradients)
+        put(self._held)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the graph that are left in containers, and are in memory of their own."""
+        return tensors_in([value for _, _, value in self._held])
+
+
 def record(
     graph: Graph,
     fn: Callable[[], Any],
@@ -22,7 +46,7 @@ def record(
     state: TrainingState,
     ranks: Ranks,
     drop_graphs: Callable[[], object],
-) -> Callable[[], None] | None:
+) -> Left | None:
     """Capture a graph on all ranks.
 
     Args:
@@ -82,12 +106,4 @@ def record(
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
     put_there = held.taken()
-    if not (changed or left or put_there):
-        return None
-
-    def leave() -> None:
-        walk.set_flags(changed)
-        walk.set_gradients(left)
-        put(put_there)
-
-    return leave
+    return Left(walk, changed, left, put_there) if changed or left or put_there else None

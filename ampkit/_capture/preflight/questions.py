@@ -22,9 +22,10 @@ constants alone, it is always the same, and the capture gets that one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,8 @@ from ..._errors import CaptureError
 from ..._torch.autograd.autograd import in_backward
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.modes import WatchingMode, enter, without_modes
-from ..._torch.tensors.operators import LIFT_FRESH, READ, OperationCall, kind_of
-from ..._torch.tensors.tensors import storage_address
+from ..._torch.tensors.operators import LIFT_FRESH, READ, OperationCall, kind_of, unmarked_writes
+from ..._torch.tensors.tensors import storage_address, storage_of
 from ..._undo import Undo
 from ..._user_line import real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
@@ -76,6 +77,8 @@ class AskedPath(NamedTuple):
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
     early_at: frozenset[int] = frozenset()  # addresses of memory that operations have written by the last cut
     written_at: frozenset[int] = frozenset()  # and in all of the call
+    # By address: what was written by the last cut, and was there before the call; of the state, and beside it.
+    early: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
 
     def is_like(self, other: "AskedPath") -> bool:
         """Return whether another call has asked the same, with the same answers."""
@@ -113,8 +116,12 @@ class QuestionRecorder:
         self._numbers: list[Any] = []
         self._written_at: set[int] = set()
         self._early_at: frozenset[int] = frozenset()
+        self._made_at: set[int] = set()  # and what the arguments lie in
+        self._there: dict[int, torch.UntypedStorage] = {}  # what was written, and was there before
+        self._early: dict[int, torch.UntypedStorage] = {}
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
+        self._made_at.update(shared)
         for number, leaf in tensors:
             # Of arguments that share memory it cannot be told which one is asked about.
             if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
@@ -123,7 +130,14 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
-        self._written_at.update(call.written_at)
+        written = [*call.written, *unmarked_writes(call)]
+        for tensor, address in zip(written, map(storage_address, written), strict=True):
+            self._written_at.add(address)
+            if address not in self._made_at and (storage := storage_of(tensor)) is not None:
+                self._there.setdefault(address, storage)
+        self._made_at.update(address for address in call.made_at if address not in call.given_at)
+        for tensor in written[len(call.written) :]:
+            self._made.pop(storage_address(tensor), None)
         for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
@@ -153,8 +167,8 @@ class QuestionRecorder:
         with Undo() as undo:
             replace_here(undo, Tensor, "__bool__", self._asked)
             replace_here(undo, Tensor, "item", self._item)
-            for name in ("data_ptr", "__dlpack__"):
-                replace_here(undo, Tensor, name, self._give_out)
+            for owner, name in ((Tensor, "data_ptr"), (Tensor, "__dlpack__"), (torch.UntypedStorage, "data_ptr")):
+                replace_here(undo, owner, name, self._give_out)
             yield
 
     def asked(self) -> AskedPath | None:
@@ -176,7 +190,13 @@ class QuestionRecorder:
             segments.append(Segment(tuple(operations), read, answer))
         path, written = DrawPath((*segments, Segment((), None))), frozenset(self._written_at)
         return AskedPath(
-            path, tuple(self._questions), tuple(self._answers), tuple(self._numbers), self._early_at, written
+            path,
+            tuple(self._questions),
+            tuple(self._answers),
+            tuple(self._numbers),
+            self._early_at,
+            written,
+            self._early,
         )
 
     def knows_number(self, call: OperationCall) -> bool:
@@ -207,7 +227,7 @@ class QuestionRecorder:
         self._questions.append(Question(tensor.shape, tensor.dtype, cuts))
         if source is None:
             self._answers.append(value)
-            self._early_at = frozenset(self._written_at - {0})
+            self._early_at, self._early = frozenset(self._written_at - {0}), dict(self._there)
         else:
             self._reads.append((source, value))
         return value
@@ -226,10 +246,11 @@ class QuestionRecorder:
             self._questions.append(None)
         return original(tensor)
 
-    def _give_out(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of a method that tells where the memory of a tensor is."""
-        self._made.pop(storage_address(tensor), None)
-        return original(tensor, *args, **kwargs)
+    def _give_out(self, original: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a method that tells where the memory of a tensor is, or a storage."""
+        told = original(given, *args, **kwargs)
+        self._made.pop(storage_address(given) if isinstance(given, Tensor) else told, None)
+        return told
 
     def _source(self, tensor: Tensor, address: int) -> _Source | None:
         if not _is_plain(tensor):

@@ -1,6 +1,6 @@
 """Copies of what a call writes before it asks the device something: a replay that gets another answer is undone."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,22 +14,38 @@ from .snapshot import all_generators
 from .state import TrainingState
 
 
-def written_early(state: TrainingState, written: Set[str], early_at: Set[int], seen_at: Set[int]) -> list[Tensor]:
-    """Return the tensors of the state that a call writes by a moment.
+def written_early(
+    state: TrainingState,
+    written: Set[str],
+    early_at: Set[int],
+    seen_at: Set[int],
+    early: Mapping[int, torch.UntypedStorage],
+) -> list[Tensor]:
+    """Return the tensors that a call writes by a moment: those of the state, and others that were there before.
 
     Args:
         state: what the call may change.
         written: the paths of what it changes.
         early_at: where operations have written by then, also those that raise no version, as through `.data`.
         seen_at: where operations have written in all of the call. What was changed elsewhere may have been changed
-            early: torch does not say that `batch_norm` writes to its running statistics.
+            early, by a kernel that is no operation.
+        early: what was there before the call, and was written by then, by address.
     """
-    found = []
+    found, known = [], set[int]()
     for path, tensor in memory_of(state).items():
         address = storage_address(tensor)
+        known.add(address)
         if address in early_at or (path in written and address not in seen_at):
             found.append(tensor)
+    for address, storage in early.items():
+        if address not in known:
+            found.append(whole(storage))
     return found
+
+
+def whole(storage: torch.UntypedStorage) -> Tensor:
+    """Return all bytes of some memory. Aliasing: the memory itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Backup:
@@ -44,25 +60,28 @@ class Backup:
     def __init__(self, tensors: Sequence[Tensor], state: TrainingState, generators: Sequence[torch.Generator]) -> None:
         self._carried = state.carried
         # By dtype: torch copies tensors of several dtypes one by one.
-        kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for tensor in tensors:
-            here, copies = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
-            here.append(tensor.detach())
-            copies.append(torch.empty_like(here[-1]))
-        self._kinds = [*kinds.values()]
+        self._kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        self.add(tensors)
         self._generators = all_generators(generators)
         self._random: list[Tensor] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Copy these, too."""
+        for tensor in tensors:
+            here, copies = self._kinds.setdefault((tensor.dtype, tensor.device), ([], []))
+            here.append(tensor.detach())
+            copies.append(torch.empty_like(here[-1]))
 
     def save(self) -> None:
         """Copy. Sync: none."""
         self._random = [generator.get_state() for generator in self._generators]
         self._put_back = self._carried.putting_back()
-        self._copy([(copies, here) for here, copies in self._kinds])
+        self._copy([(copies, here) for here, copies in self._kinds.values()])
 
     def restore(self) -> None:
         """Put all back, in place. Sync: none."""
         self._put_back()
-        self._copy(self._kinds)
+        self._copy([*self._kinds.values()])
         for generator, state in zip(self._generators, self._random, strict=True):
             put_back(generator, state)
 

@@ -107,6 +107,15 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
 
 
+def unmarked_writes(call: "OperationCall") -> list[Tensor]:
+    """Return the tensors among the arguments that an operation may write to though its schema does not say so."""
+    if "_norm" not in call.kind.name:
+        return []
+    arguments = enumerate(op_schema(call.op).arguments)
+    places = [(i, each.name) for i, each in arguments if each.name in ("running_mean", "running_var")]
+    return tensors_in([call.args[i] if i < len(call.args) else call.kwargs.get(name) for i, name in places])
+
+
 _TENSORS = ("given", "given_at", "made", "made_at", "written", "written_at")
 
 

@@ -63,13 +63,16 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+_pointer = torch.UntypedStorage.data_ptr  # which a recorder of ampkit's replaces, to see who else asks
+
+
 def storage_address(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
     if is_fake(type(tensor)):  # torch warns of what follows
         return 0
     try:
         storage = storage_of(tensor)
-        return 0 if storage is None else storage.data_ptr()
+        return 0 if storage is None else _pointer(storage)
     except RuntimeError:  # a nested tensor in the jagged layout has a storage without an address
         return 0
 

@@ -1,6 +1,7 @@
 """A replay that ends at a cut, because the answer is another one, has done nothing that a user could see."""
 
 import ctypes
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import torch
 from harness import ENGINES, bits, deterministic
 from tape import taped
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -175,3 +177,26 @@ def test_memory_whose_storage_tells_its_address() -> None:
         found.append(history(Case(nn.Linear(4, 4), loss_fn), way, "cpu"))
     for old, new in zip(*found, strict=True):
         assert all(torch.equal(left, right) for left, right in zip(old, new, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replaced_state_is_released(engine: tuple[str, str]) -> None:
+    """D3: what is put back is no longer kept once the user has replaced it."""
+    device, graph = engine
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        h: Tensor = net(x)
+        return (h * 0.5 if asks(h, torch.zeros_like(h[0, 0])) else h).square().mean()
+
+    with ampkit.graphed_step(loss_fn, net, optimizer, graph=graph) as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for _ in range(8):
+            step(torch.rand(4, 4, device=device))
+        assert step.replays > 0
+        memory = StorageWeakRef(net[1].running_mean.untyped_storage())
+        net[1].running_mean = torch.zeros(4, device=device)
+        step(torch.rand(4, 4, device=device))
+        gc.collect()
+        assert memory.expired()

@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 
+from ..._torch.tensors.tensors import storage_address
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW, Outcomes, Tree
 from ..preflight.questions import AskedPath
+from ..state.overlaps import memory_of
 from .cuts import RehearsedCuts
 from .session import Session
 
 
 class InputQuestions:
-    """Knows by key what calls ask the device about their input, and asks it to find the graph of a call.
+    """Knows by key what calls ask the device. What is about their input it asks ahead, to find the graph of a call.
 
     What a first call asks may be about a tensor that it has made of its input and kept. So two calls under the
     preflight have to ask the same after the same answers.
@@ -116,7 +118,10 @@ class InputQuestions:
             self._give_up(_TOO_MANY.format(_MOST_PATHS) if tree.paths > _MOST_PATHS else _CHANGED)
             return
         found = key._replace(answers=asked.path.outcomes + asked.answers)
-        self._asked[plain, found.answers] = asked
+        # Memory of the state may be replaced later, and is not to be kept alive here.
+        of_state = set(map(storage_address, memory_of(self._state).values()))
+        beside = {address: storage for address, storage in asked.early.items() if address not in of_state}
+        self._asked[plain, found.answers] = asked._replace(early=beside)
         self._guesses[plain, asked.path.outcomes] = asked.answers
         if key != found and found not in self._layouts:
             self._layouts.move(key, found)

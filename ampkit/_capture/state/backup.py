@@ -29,17 +29,13 @@ def written_early(
         early_at: where operations have written by then, also those that raise no version, as through `.data`.
         seen_at: where operations have written in all of the call. What was changed elsewhere may have been changed
             early, by a kernel that is no operation.
-        early: what was there before the call, and was written by then, by address.
+        early: what is no state, was there before the call, and was written by then, by address.
     """
-    found, known = [], set[int]()
+    found = [*map(whole, early.values())]
     for path, tensor in memory_of(state).items():
         address = storage_address(tensor)
-        known.add(address)
         if address in early_at or (path in written and address not in seen_at):
             found.append(tensor)
-    for address, storage in early.items():
-        if address not in known:
-            found.append(whole(storage))
     return found
 
 

@@ -19,6 +19,7 @@ from ..graph.capture_query import captures, seeing_capture
 from ..graph.graph import OtherAnswerError
 from ..graph.kernel_names import KernelTable
 from ..graph.report import GraphReport, Report
+from ..graph.timing import Timing
 from ..graph.turns import Turn, turns_on
 from ..host.constants import ABSENT, HostConstants, are_same
 from ..keys.inputs import BatchReader
@@ -125,7 +126,7 @@ class Engine:
                 return captured.replay(leaves)
             except OtherAnswerError:
                 pass  # what the user's code holds open in an emulated replay is closed with the traceback
-            eager = partial(self._answer_otherwise, captured, key)
+            eager = partial(self._answer_otherwise, key, captured.timing, captured.sees_capture)
             return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
         return call_aligned(
             partial(self._call_without_graph, key, start),
@@ -152,7 +153,7 @@ class Engine:
             with suppress(OtherAnswerError):
                 outputs = self._capture_and_replay(key, layout, leaves)
             if outputs is _ANSWERED_OTHERWISE:
-                return self._answer_otherwise(layout, key, args, kwargs, leaves)
+                return self._answer_otherwise(key, layout.timing, layout.answer.sees_capture, args, kwargs, leaves)
             if outputs is not _NOT_CAPTURED:
                 return outputs
         if layout.refusal is IN_PARTS:
@@ -178,12 +179,17 @@ class Engine:
         return self._eager.run(self._variation.reason, lambda: fn(phase, *args, **kwargs))
 
     def _answer_otherwise(
-        self, of: Captured | Layout, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]
+        self,
+        key: Key,
+        timing: Timing,
+        sees_capture: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        _: list[Any],
     ) -> Any:
         """Call eagerly, because a replay had another answer at a cut, and was undone."""
         self.replays -= 1
-        of.timing.replays -= 1
-        sees_capture = of.sees_capture if isinstance(of, Captured) else of.answer.sees_capture
+        timing.replays -= 1
         fn = seeing_capture(self._session.fn, sees_capture)
         self._questions.miss(key, self.replays)
         before = numbers_in(self._state.modules)

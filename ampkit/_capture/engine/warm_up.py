@@ -1,6 +1,6 @@
 """The eager calls before a capture, which show whether and how the step can be captured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -13,16 +13,15 @@ from ..._torch.tensors.tree import tensors_in, tree_unflatten
 from ..._undo import Undo
 from ..graph.capture_query import answering, noting_questions, seeing_capture
 from ..graph.pool import growing_segments
-from ..host.uploads import Provenance
 from ..keys.inputs import flatten
 from ..keys.key import Key
 from ..keys.placement import own_copy
 from ..preflight.draw_paths import NOTHING_DRAWN, DrawPath
-from ..preflight.draw_record import DrawRecorder
 from ..preflight.host_changes import HostChanges
-from ..preflight.preflight import Finding, Preflight, describe
-from ..preflight.questions import AskedPath, QuestionRecorder, answering_questions
+from ..preflight.preflight import Finding, describe
+from ..preflight.questions import AskedPath, answering_questions
 from ..preflight.undeclared import Undeclared
+from ..preflight.watched_call import WatchedCall
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
@@ -169,41 +168,32 @@ class WarmUp:
             tried = answer.problem_when_hidden
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if tried else None
             noting = noting_questions(answer.sees_capture)
-            looking, uploading = layout.rehearsal.looking(), session.uploads.learning(provenance)
-            asking = questions.asking() if self._questions.enabled else nullcontext()
-            own_call = _outside_of_inference_mode(call, state)
-            with preflight, noting, looking, own_call as own, uploading, asking:
+            looking, own_call = layout.rehearsal.looking(), _outside_of_inference_mode(call, state)
+            with watched.preflight, noting, looking, own_call as own, watched.recording():
                 outputs = own.to(session.fn)
-            if before is not None and preflight.findings:
+            if before is not None and watched.preflight.findings:
                 before.restore()
                 outputs = call.to(session.fn)
             return outputs
 
         with session.watching(), self._undeclared.watching(call.leaves) as observer:
-            draws = DrawRecorder(session.device) if self._draws.enabled else None
-            generators, bitmaps = session.options.generators, session.ranks.reducers.bitmaps
-            provenance = Provenance()
-            observers: list[Callable[..., object]] = [observer, *([provenance] if session.on_cuda else [])]
-            is_drawn = (lambda _: False) if draws is None else draws.has_drawn
-            cuts = self._questions.may_cut
-            questions = QuestionRecorder(session.device, call.leaves, session.uploads.has, is_drawn, cuts=cuts)
-            if self._questions.enabled:
-                observers.append(questions)
-            preflight = Preflight(
+            watched = WatchedCall(
                 session.device,
-                generators,
-                observers=observers,
-                draws=draws,
-                bitmaps=bitmaps,
-                uploads=session.uploads,
-                knows_number=questions.knows_number,
+                call.leaves,
+                session.uploads,
+                session.options.generators,
+                draws=self._draws.enabled,
+                asks=self._questions.enabled,
+                cuts=self._questions.may_cut,
+                observers=[observer],
+                bitmaps=session.ranks.reducers.bitmaps,
             )
-            noting_reads = state.noting_reads(in_parts=lambda: bool(preflight.findings))
+            noting_reads = state.noting_reads(in_parts=lambda: bool(watched.preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
                 replaced = state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(replaced)
-            layout.note_uploads(provenance.in_operations)
+            layout.note_uploads(watched.provenance.in_operations)
         self._compare_what_was_read(layout)
         if replaced and not len(session.cache):
             session.settings_history.accept()
@@ -211,9 +201,9 @@ class WarmUp:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
         return _Seen(
             outputs,
-            preflight.findings,
-            None if draws is None else draws.path,
-            None if preflight.findings else questions.asked(),
+            watched.preflight.findings,
+            None if watched.draws is None else watched.draws.path,
+            None if watched.preflight.findings else watched.questions.asked(),
             has_made=state.is_undecided() or state.tensors().keys() != known,
             has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
         )

@@ -114,10 +114,15 @@ class Uploads:
     _provenance: Provenance | None = None
     _captures: bool = False
 
+    @property
+    def learns(self) -> bool:
+        """Whether there is anything to upload."""
+        return self._device.type != "cpu"
+
     @contextmanager
     def learning(self, provenance: Provenance) -> Iterator[None]:
         """Context for a call in which constants are uploaded. `provenance` is called with each operation."""
-        if self._device.type == "cpu":
+        if not self.learns:
             yield
             return
         self._provenance = provenance

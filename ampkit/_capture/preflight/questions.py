@@ -77,7 +77,7 @@ class AskedPath(NamedTuple):
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
     early_at: frozenset[int] = frozenset()  # addresses of memory that operations have written by the last cut
     written_at: frozenset[int] = frozenset()  # and in all of the call
-    # By address: what was written by the last cut, and was there before the call; of the state, and beside it.
+    # By address: what was written by the last cut, and was there before the call.
     early: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
 
     def is_like(self, other: "AskedPath") -> bool:
@@ -130,14 +130,14 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
-        written = [*call.written, *unmarked_writes(call)]
-        for tensor, address in zip(written, map(storage_address, written), strict=True):
+        unmarked = [(tensor, storage_address(tensor)) for tensor in unmarked_writes(call)]
+        for tensor, address in (*zip(call.written, call.written_at, strict=True), *unmarked):
             self._written_at.add(address)
             if address not in self._made_at and (storage := storage_of(tensor)) is not None:
                 self._there.setdefault(address, storage)
         self._made_at.update(address for address in call.made_at if address not in call.given_at)
-        for tensor in written[len(call.written) :]:
-            self._made.pop(storage_address(tensor), None)
+        for _, address in unmarked:
+            self._made.pop(address, None)
         for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 
 from ..._capture.engine.variation import DRAWS_ADVICE
 from ..._capture.host.host_tensors import HostTensors
-from ..._capture.host.uploads import Provenance, Uploads
+from ..._capture.host.uploads import Uploads
 from ..._capture.keys.inputs import path
-from ..._capture.preflight.draw_record import DrawRecorder
-from ..._capture.preflight.preflight import Finding, Preflight
-from ..._capture.preflight.questions import QuestionRecorder
+from ..._capture.preflight.preflight import Finding
+from ..._capture.preflight.watched_call import WatchedCall
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
 from ..._text import dtype_name
 from ..._torch.compile import without_compiled_code
@@ -170,32 +169,19 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     """Return what a step does that a graph cannot contain, and what of it an optimizer does that is not captured."""
     bounds: list[int] = []
     with ExitStack() as stack:
-        draws = DrawRecorder(trial.device)  # what the host only compares can be captured
         generators = trial.subject.options.get("generators", ())
-        # Constants that are copied to the device can be captured, too, and so can questions about the batch.
-        provenance, uploads = Provenance(), Uploads(trial.device, HostTensors())
-        leaves = tree_flatten(trial.kept)[0]
-        questions = QuestionRecorder(trial.device, leaves, uploads.has, draws.has_drawn, cuts=True)
-        observers: list[Callable[..., object]] = [questions, *([provenance] if trial.device.type == "cuda" else [])]
-        preflight = stack.enter_context(
-            Preflight(
-                trial.device,
-                generators,
-                draws=draws,
-                observers=observers,
-                uploads=uploads,
-                knows_number=questions.knows_number,
-            )
-        )
-        stack.enter_context(uploads.learning(provenance))
-        stack.enter_context(questions.asking())
+        leaves, uploads = tree_flatten(trial.kept)[0], Uploads(trial.device, HostTensors())
+        watched = WatchedCall(trial.device, leaves, uploads, generators)
+        preflight = stack.enter_context(watched.preflight)
+        stack.enter_context(watched.recording())
         if trial.why_apart:
             optimizer = trial.subject.optimizer
             for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
                 stack.callback(register(lambda *_: bounds.append(len(preflight.findings))).remove)
         trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
-    trial.decisions = 0 if draws.path is None else len(draws.path.outcomes)
-    asked = questions.asked()
+    path = None if watched.draws is None else watched.draws.path
+    trial.decisions = 0 if path is None else len(path.outcomes)
+    asked = watched.questions.asked()
     trial.questions, trial.cuts = (0, 0) if asked is None else (len(asked.path.outcomes), len(asked.answers))
     return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
 

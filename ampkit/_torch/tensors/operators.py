@@ -77,12 +77,14 @@ class OperationKind(NamedTuple):
     Attributes:
         name: without namespace and overload.
         written: position and name of each argument that it writes to, as its schema says.
+        unmarked: the same of those that it may write to, though its schema does not say so: running statistics.
         draws: whether it draws random numbers.
         repeatable: whether it is one of ATen that gives the same for the same arguments, of shapes that are known.
     """
 
     name: str
     written: tuple[tuple[int, str], ...] = ()
+    unmarked: tuple[tuple[int, str], ...] = ()
     draws: bool = False
     repeatable: bool = False
 
@@ -92,28 +94,32 @@ def kind_of(op: Any) -> OperationKind:
     """Return what is known of an operation."""
     if not hasattr(op, "overloadpacket"):
         return OperationKind(str(op.name()))
-    arguments = enumerate(op_schema(op).arguments)
+    arguments = list(enumerate(op_schema(op).arguments))
     written = tuple((i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write)
+    statistics = tuple((i, each.name) for i, each in arguments if each.name in ("running_mean", "running_var"))
     draws = torch.Tag.nondeterministic_seeded in op.tags
     depends = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
     return OperationKind(
-        str(op.overloadpacket.__name__), written, draws, op.namespace == "aten" and not depends | draws
+        str(op.overloadpacket.__name__),
+        written,
+        tuple(place for place in statistics if place not in written),
+        draws,
+        op.namespace == "aten" and not depends | draws,
     )
 
 
 def written_arguments(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that an operation writes to, as its schema says."""
-    places = kind_of(op).written
-    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
+    return _tensors_at(kind_of(op).written, args, kwargs)
 
 
 def unmarked_writes(call: "OperationCall") -> list[Tensor]:
     """Return the tensors among the arguments that an operation may write to though its schema does not say so."""
-    if "_norm" not in call.kind.name:
-        return []
-    arguments = enumerate(op_schema(call.op).arguments)
-    places = [(i, each.name) for i, each in arguments if each.name in ("running_mean", "running_var")]
-    return tensors_in([call.args[i] if i < len(call.args) else call.kwargs.get(name) for i, name in places])
+    return _tensors_at(call.kind.unmarked, call.args, call.kwargs)
+
+
+def _tensors_at(places: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places]) if places else []
 
 
 _TENSORS = ("given", "given_at", "made", "made_at", "written", "written_at")

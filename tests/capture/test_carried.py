@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import ENGINES, assert_same, deterministic
-from tape import taped
+from tape import TapedGraph, taped
 from torch import Tensor, nn
 
 import ampkit
@@ -333,3 +334,98 @@ def test_a_number_that_torchscript_makes_a_tensor_of_is_no_state(engine: Engine)
             found, step = losses(graph, kind())
         assert found == losses("off", kind())[0]
         assert step.replays == 0
+
+
+def kept_in_attribute(net: Any, state: Any = None) -> Any:
+    net.state, before = state, getattr(net, "state", None)
+    return before
+
+
+def kept_in_dict(net: Any, state: Any = None) -> Any:
+    kept = vars(net).setdefault("kept", {})
+    kept["state"], before = state, kept.get("state")
+    return before
+
+
+def kept_in_list(net: Any, state: Any = None) -> Any:
+    kept = vars(net).setdefault("kept", [None])
+    kept[0], before = state, kept[0]
+    return before
+
+
+class Recurrent(nn.Module):
+    """Reads a state of a row per sample and replaces it, by itself or in a tuple."""
+
+    def __init__(self, exchange: Callable[..., Any], in_tuple: bool) -> None:
+        super().__init__()
+        self.fc, self.exchange, self.in_tuple = nn.Linear(4, 4), exchange, in_tuple
+
+    def put(self, state: Tensor) -> Any:
+        return self.exchange(self, (state, 0.5) if self.in_tuple else state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.exchange(self)
+        y: Tensor = torch.tanh(self.fc(x) + 0.5 * (before[0] if self.in_tuple else before))
+        self.put(y.detach())
+        return y.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+@pytest.mark.parametrize("in_tuple", [False, True])
+@pytest.mark.parametrize("exchange", [kept_in_attribute, kept_in_dict, kept_in_list])
+@pytest.mark.parametrize(
+    "sizes", ["44664466446644664466", "4444444464444", "46464646464646464", "44446666444466664444"]
+)
+def test_a_state_that_is_reset_with_the_size_is_read(
+    engine: Engine, sizes: str, exchange: Callable[..., Any], in_tuple: bool
+) -> None:
+    """W1: as between documents in truncated backpropagation. What is reset is read, or the step is not captured."""
+
+    def losses(graph: str) -> list[float]:
+        torch.manual_seed(0)
+        net = Recurrent(exchange, in_tuple).to(engine[0])
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(lambda net, x: net(x), net, optimizer, graph=graph)
+        generator, found, before = torch.Generator().manual_seed(1), [], 0
+        for i, size in enumerate(map(int, sizes)):
+            if size != before or i == 17:
+                net.put(torch.randn(size, 4, generator=generator).to(engine[0]))
+            before = size
+            found.append(step(torch.randn(size, 4, generator=generator).to(engine[0])).loss.item())
+        return found
+
+    assert losses(engine[1]) == losses("off")
+
+
+def test_a_capture_that_fails_leaves_what_was_there() -> None:
+    """W1: the eager call behind it reads that, in a dict as in an attribute."""
+    fails = [False]
+
+    class Fails(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x)
+            if fails[0]:
+                raise ampkit.CaptureError("as in a capture")
+            return loss
+
+    capture = TapedGraph.capture
+
+    def failing(*args: Any) -> None:
+        fails[0] = True
+        try:
+            capture(*args)
+        finally:
+            fails[0] = False
+
+    def losses(exchange: Callable[..., Any], graph: str) -> list[float]:
+        torch.manual_seed(0)
+        net = Fails(exchange, in_tuple=False)
+        net.put(torch.zeros(2, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(lambda net, x: net(x), net, optimizer, graph=graph)
+        return [step(torch.ones(2, 4)).loss.item() for _ in range(8)]
+
+    for exchange in (kept_in_attribute, kept_in_dict, kept_in_list):
+        expected = losses(exchange, "off")
+        with taped(), mock.patch.object(TapedGraph, "capture", failing), pytest.warns(match="as in a capture"):
+            assert losses(exchange, "emulate") == expected

@@ -126,3 +126,47 @@ def test_a_mask_that_is_compared_stays() -> None:
             step(torch.ones(2 + i % 2, 4))
     assert step.captures == 2
     assert step.replays > 8
+
+
+# Sizes of batches: with a ragged last one per epoch, and those that lengths are sorted into.
+ORDERS = ("446644664466446644664466", "4444444464444", "44444444666666664444", "464646464646464646", "6444444444444")
+
+
+class Keeps(nn.Module):
+    """Leaves a detached tensor in an attribute."""
+
+    last: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x)
+        self.last = h.detach().sum(1)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("sizes", ORDERS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_of_another_size_is_not_left_over(engine: Engine, sizes: str) -> None:
+    """W1: a replay behind an eager call of another size leaves its own, and either size is captured."""
+    device, _ = engine
+
+    def found(graph: str) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = Keeps().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(lambda model, x: model(x), model, optimizer, graph=graph)
+        generator, left = torch.Generator().manual_seed(1), []
+        for size in map(int, sizes):
+            step(torch.randn(size, 4, generator=generator).to(device))
+            left.append(model.last.clone())
+        return left, step
+
+    with deterministic():
+        expected, _ = found("off")
+        with taped() if engine[0] == "cpu" else nullcontext():
+            now, step = found(engine[1])
+    assert_same(now, expected)
+    assert step.replays == len(sizes) - 3 * sum(sizes.count(size) > 3 for size in "46") - (sizes.count("6") == 1)

@@ -104,12 +104,14 @@ class Engine:
             call = self._call_without_key if has_no_key else self._call_at_rest
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(call, phase), spec, args, kwargs, leaves, changing)
+        if self._state.carried.own:
+            self._state.carried.settle()
         if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
+        key = Key(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
-            key = self._draws.decided(Key(spec, phase, self._settings_history.number))
-            key = self._questions.decided(key, leaves)  # which may depend on the draws
+            key = self._questions.decided(self._draws.decided(key), leaves)  # which may depend on the draws
             captured = captured or self._cache.find(key)
         if captured is not None:
             compares = self._verifies and self._comparisons.is_due()
@@ -191,7 +193,8 @@ class Engine:
         self.replays -= 1
         timing.replays -= 1
         fn = seeing_capture(self._session.fn, sees_capture)
-        self._questions.miss(key, self.replays)
+        if self._questions.asked(key) is not None:
+            self._questions.miss(key, self.replays)
         before = numbers_in(self._state.modules)
         outputs = self._eager.run(_OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
         now, may_stop = numbers_in(self._state.modules), self._session.options.may_stop
@@ -391,6 +394,8 @@ class Engine:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
         if self._fallback.refused or captures.recorded:
             return None
+        if self._state.carried.own:
+            self._state.carried.settle()
         if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         return self._settings_history.number

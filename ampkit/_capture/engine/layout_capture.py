@@ -18,7 +18,7 @@ from .cuts import CutGraph
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
-from .record import record
+from .record import carrying, record
 from .session import Session
 
 
@@ -78,7 +78,7 @@ class LayoutCapture:
         """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._session.stream, self._options.generators)
-        graph: Graph = new if key.outcomes is None else DrawnGraph(new, self._draws)
+        graph = carrying(new if key.outcomes is None else DrawnGraph(new, self._draws), self._session.state)
         if self._session.names is not None:
             graph = self._session.names.named(graph, [layout.kernels])
         cuts = self._questions.cuts(key)

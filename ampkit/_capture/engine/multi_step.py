@@ -15,14 +15,13 @@ from ..compare.call_record import Record, first_difference, recorded_call
 from ..compare.schedule import ComparisonSchedule
 from ..graph.cache import Captured, GraphLengths
 from ..graph.capture_query import recording, seeing_capture
-from ..graph.graph import Graph
 from ..graph.report import GraphReport
 from ..graph.timing import Timing
 from ..keys.inputs import Spec, StaticInputs, TensorSpec
 from ..keys.key import Key
 from ..keys.placement import ALIGNED
 from ..state.overlaps import keep_apart
-from .record import record
+from .record import carrying, record
 from .session import Session
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call is made
@@ -223,7 +222,8 @@ class MultiStepGraphs:
     ) -> Captured:
         rows = windows * len(steps.singles)
         inputs = StaticInputs(*_rows(steps.key.spec, rows), [buffer[:rows] for buffer in lengths.buffers])
-        graph: Graph = self._cache.new_graph(self._session.stream, self._session.options.generators)
+        new = self._cache.new_graph(self._session.stream, self._session.options.generators)
+        graph = carrying(new, self._session.state)
         if self._session.names is not None:
             noted = [self._layouts.layout_of(single).kernels for single in steps.singles]
             graph = self._session.names.named(graph, noted * windows)

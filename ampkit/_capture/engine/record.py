@@ -1,6 +1,7 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor
 from ..._errors import CaptureError
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
-from ..graph.graph import Graph, MakeContext, Then
+from ..graph.graph import Graph, MakeContext, OtherAnswerError, Then, same
 from ..graph.pool import no_recompile
 from ..host.left_tensors import put
 from ..preflight.host_values import refuse_reads
 from ..ranks.ranks import Ranks
+from ..state.carried import REPLACES
 from ..state.state import TrainingState
 from ..state.walk import Walk
 
@@ -36,6 +38,41 @@ class Left:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the graph that are left in containers, and are in memory of their own."""
         return tensors_in([value for _, _, value in self._held])
+
+
+@dataclass(frozen=True, eq=False)
+class CarryingGraph:
+    """A graph that writes to tensors of ampkit's own where calls would leave new ones. A replay puts them there first.
+
+    An eager call may have left another one there, as for a batch of another size.
+    """
+
+    _graph: Graph
+    _put_back: Callable[[], bool]
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, see `Graph`."""
+        self._graph.capture(fn, context, then)
+
+    def replay(self) -> Any:
+        """Do the recorded work, see `Graph`.
+
+        Raises:
+            OtherAnswerError: there is something else that the call would read, of another layout.
+        """
+        if not self._put_back():
+            raise OtherAnswerError
+        return self._graph.replay()
+
+    def reset(self) -> None:
+        """Release the graph, see `Graph`."""
+        self._graph.reset()
+
+
+def carrying(graph: Graph, state: TrainingState) -> Graph:
+    """Return a graph to capture, whose replays find in their places what a capture that begins now finds there."""
+    put_back = state.carried.present()
+    return graph if put_back is None else CarryingGraph(graph, put_back)
 
 
 def record(
@@ -77,6 +114,7 @@ def record(
         undo.note(walk.put_back, flags)
         undo.note(walk.set_gradients, gradients)
         undo.note(state.rebind, before)
+        undo.note(held.put_back)
         undo.note(graph.reset)
         refuse = refuse_reads(undo)
         try:
@@ -88,6 +126,8 @@ def record(
                     f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the "
                     "new value. Change tensors in place (copy_, add_), and make them before the step."
                 )
+            if any(state.carried.is_renewed(table, key) for table, key, _, _ in held.new()):
+                raise CaptureError(REPLACES)
         except CaptureError as error:
             advice = ranks.reducers.advice
             failure = CaptureError(f"{error}{advice}") if advice else error

@@ -22,6 +22,7 @@ from ..preflight.preflight import Finding, describe
 from ..preflight.questions import AskedPath, answering_questions
 from ..preflight.undeclared import Undeclared
 from ..preflight.watched_call import WatchedCall
+from ..state.carried import REPLACES
 from ..state.snapshot import Snapshot
 from ..state.state import TrainingState
 from .eager_call import EagerCall, EagerCalls
@@ -98,7 +99,7 @@ class WarmUp:
                     outputs, is_seen, is_asked = self._rehearse(key, layout, call)
                     layout.count_call(cold)  # behind the call: one that raised has shown nothing
                     if not (is_seen and is_asked):
-                        layout.look_again(cold, "" if is_seen else _REPLACES)
+                        layout.look_again(cold, "" if is_seen else REPLACES)
                     if not is_asked:
                         self._questions.miss(key, 0)
                 else:
@@ -266,10 +267,6 @@ class _Seen(NamedTuple):
     has_kept: bool  # whether it is the first call, and has left a tensor where there was none
 
 
-_REPLACES = (
-    "each call replaces a tensor that calls read, in an attribute, a dict or a list, in a way that a graph cannot "
-    "follow. Keep it in a buffer, and change that in place (copy_)."
-)
 _FEW = 2  # layouts; more may be one in each call
 _WRITTEN = (
     "{0} is changed by each call, which a replay would not do. Count in a tensor on the device, return what is to be "

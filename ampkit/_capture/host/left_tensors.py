@@ -73,6 +73,14 @@ class LeftTensors:
                 if value is not was and tensors_in(value):
                     yield table, key, value, was
 
+    def put_back(self) -> None:
+        """Put back what was in the places of tensors that came since."""
+        for table, key, _, was in [*self.new()]:
+            if was is not ABSENT:
+                put([(table, key, was)])
+            elif isinstance(table, dict):
+                dict.pop(table, key)
+
 
 def put(left: list[tuple[Any, Any, Any]]) -> None:
     """Put tensors where a call has left them."""

@@ -56,7 +56,6 @@ class NumberRead(NamedTuple):
     slot: Slot | Leaf | Held  # of which tensor: a result, or an argument of the call
     learn: Callable[..., Any]  # returns what the host learns from the number
     by: Any = None  # its second argument, for a comparison with a number; None if it has one argument
-    always: bool = False  # whether it is the same in each call, so that it is read once
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
@@ -93,7 +92,6 @@ class _Node:
 
     operations: tuple[DrawOperation, ...]
     read: NumberRead | None
-    known: Hashable = None  # what the host learns by a read that is always the same, once it has learned it
     next: dict[Hashable, "_Node"] = field(default_factory=dict)
 
 
@@ -130,11 +128,7 @@ class Tree:
                     results += tensors_in(function(*args, **kwargs))
                 if node.read is None:
                     return tuple(outcomes)
-                outcome = node.known
-                if outcome is None:
-                    outcome = node.read.outcome(_filled(node.read.slot, results, leaves).item())
-                    node.known = outcome if node.read.always else None
-                outcomes.append(outcome)
+                outcomes.append(node.read.outcome(_filled(node.read.slot, results, leaves).item()))
                 node = node.next.get(outcomes[-1])
         return None
 

@@ -6,9 +6,9 @@ for that. There are two ways out:
 *Ahead.* `if labels.max() >= classes:`, `if mask.all():` and `if pad in ids:` read what the batch has in it. Each call
 can compute the same from its batch before its graph is chosen, and each combination of answers has a graph of its own,
 as those of random draws on the host have. So it is if the tensor is computed from the input and from constants alone,
-by operations that can be repeated. Constants are numbers of Python's,
-and what is made anew with values (`torch.ones`). About constants alone, the answer is always the same. Memory whose
-address is given out (`data_ptr`) is neither from then on: a kernel of Triton's writes there, and no mode sees it.
+by operations that can be repeated, and no cut is in front of it. Constants are numbers of Python's, and what is made
+anew with values (`torch.ones`). About constants alone, the answer is always the same. Memory whose address is given out
+(`data_ptr`) is neither from then on: a kernel of Triton's writes there, and no mode sees it.
 
 *At a cut.* `if not torch.isfinite(logits).all():` is about anything else. There the graph ends, and another one begins.
 A replay launches the first, reads the answer, and launches the second if that was captured with the same answer. Else
@@ -66,6 +66,7 @@ class Question(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     cuts: bool  # whether the graph is cut there. Otherwise it is asked ahead
+    known: bool | None = None  # the answer, where that is always the same
 
 
 class AskedPath(NamedTuple):
@@ -173,7 +174,7 @@ class QuestionRecorder:
 
     def asked(self) -> AskedPath | None:
         """Return what was asked, None if nothing was."""
-        if not (self._reads or self._answers or any(number is not None for number in self._numbers)):
+        if not any(each is not None for each in (*self._questions, *self._numbers)):
             return None
         slots: dict[int, int] = {}
         segments, count = [], 0
@@ -186,8 +187,7 @@ class QuestionRecorder:
                     operations.append(DrawOperation(op, _with_slots(args, slots), named))
                     slots[number] = count
                     count += results
-            read = NumberRead(_with_slots(source, slots), bool, always=not self._of_input(source))
-            segments.append(Segment(tuple(operations), read, answer))
+            segments.append(Segment(tuple(operations), NumberRead(_with_slots(source, slots), bool), answer))
         path, written = DrawPath((*segments, Segment((), None))), frozenset(self._written_at)
         return AskedPath(
             path,
@@ -213,8 +213,11 @@ class QuestionRecorder:
         if tensor.device.type != self._device.type:
             return original(tensor)
         source = self._source(tensor, storage_address(tensor))
-        if source is not None and len(self._needed(source)) > _MOST_OPERATIONS:
-            source = None
+        is_constant = source is not None and not self._of_input(source)
+        # Behind a cut, what is asked depends on the answer there, and the code that computes it may not run on a guess.
+        behind = bool(self._answers) and not is_constant
+        if source is not None and (behind or len(self._needed(source)) > _MOST_OPERATIONS):
+            source, is_constant = None, False
         cuts = source is None
         if cuts and not (self._cuts and _is_plain(tensor) and not self._is_left_out(tensor)):
             self._questions.append(None)
@@ -224,11 +227,11 @@ class QuestionRecorder:
                 undo.note(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
                 torch.cuda.set_sync_debug_mode("default")
             value = bool(original(tensor))
-        self._questions.append(Question(tensor.shape, tensor.dtype, cuts))
+        self._questions.append(Question(tensor.shape, tensor.dtype, cuts, value if is_constant else None))
         if source is None:
             self._answers.append(value)
             self._early_at, self._early = frozenset(self._written_at - {0}), dict(self._there)
-        else:
+        elif not is_constant:
             self._reads.append((source, value))
         return value
 
@@ -324,7 +327,8 @@ def answering_questions(
         asked: what such calls ask, None for nothing.
         device: where they compute.
         at_cut: gives the answer where the graph is cut.
-        differs: called if a number that is always the same is another one in a rehearsal. None in a capture.
+        differs: called if a number or an answer that is always the same is another one in a rehearsal. None in a
+            capture.
     """
     captures = differs is None
     if asked is None:
@@ -339,10 +343,14 @@ def answering_questions(
             if question[:2] != (tensor.shape, tensor.dtype):
                 if captures:
                     raise CaptureError(_OTHERS.format(running_line(real_frame())))
-            elif not question.cuts:
-                return next(outcomes)
-            else:
+            elif question.cuts:
                 original = at_cut
+            elif question.known is None:
+                return next(outcomes)
+            elif differs is None:
+                return question.known
+            elif original(tensor) is not question.known:
+                differs()
         reads.append(tensor)
         try:
             return original(tensor)

@@ -2,7 +2,7 @@
 
 import gc
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ..._torch.tensors.modules import parts_of
 from ..._torch.tensors.settings import SETTINGS, settings
 from ..host.constants import HostConstants, ReadValues
 from ..host.host_tensors import HostValues
-from .bound import Bound, cells
+from .bound import Bound, Cell, cells
 from .carried import Carried
 from .walk import Objects, Walk
 from .watch import Look, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
@@ -205,7 +205,7 @@ class TrainingState(StateWatch[Generation]):
 
         Aliasing: the live tensors.
         """
-        bound = {path: table[key] for path, table, key in cells(self.modules, self.optimizers, self.own)}
+        bound = {path: table[key] for path, table, key in self._cells()}
         if self.scaler is not None and self.scaler.is_enabled():
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound | self.carried.tensors(), self.modules)
@@ -224,13 +224,17 @@ class TrainingState(StateWatch[Generation]):
 
     def rebind(self, before: Bound) -> None:
         """Put the tensors of `before` back in their places and drop those that came since. Copies nothing."""
-        for path, table, key in list(cells(self.modules, self.optimizers, self.own)):
+        for path, table, key in list(self._cells()):
             if path in before:
                 table[key] = before[path]
             elif path in before.others:
                 table[key] = before.others[path]
             else:
                 del table[key]
+
+    def _cells(self) -> Iterator[Cell]:
+        found = cells(self.modules, self.optimizers, self.own)
+        return (cell for cell in found if not self.carried.is_output(cell))
 
     def _described(self, look: Look) -> Generation:
         groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]

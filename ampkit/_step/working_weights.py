@@ -4,7 +4,7 @@ In a captured step the copies lie in autocast's own cache of casts, so that user
 What compiled code reads are its inputs, and there the copies are the parameters of the modules (`in_place`).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -204,8 +204,8 @@ class _Uses(WatchingMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
-        self.all: Counter[int] = Counter()
-        self.casts: Counter[int] = Counter()
+        self.all: defaultdict[int, int] = defaultdict(int)  # a Counter has its zeros made by Python code
+        self.casts: defaultdict[int, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):

@@ -14,6 +14,7 @@ Then the calls before a capture, of steps that consist of many small operations,
 
 import argparse
 import copy
+import gc
 import statistics
 import time
 import warnings
@@ -168,6 +169,8 @@ def main() -> None:
     print(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", torch.__version__)
     trained("nothing", ["off"], args.device)
     before_capture(10, graph, args.device)  # what a process does once
+    gc.collect()
+    gc.freeze()  # so that no call waits for a collection of all that torch has made, which any loop does now and then
     print(f"{'new in each call':16s} {'eager, ms':>9s} {'from 40 on':>11s} {'more before':>12s}")
     for new in args.new:
         off, found = trained(new, ["off", graph], args.device)

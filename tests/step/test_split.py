@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import random
 import warnings
 import weakref
 from collections import deque
@@ -351,6 +352,38 @@ def test_the_bits_of_eager_steps(engine: Engine, model: str, options: dict[str, 
     assert any(part.replays == report.in_parts for part in report.parts)
     if (model, options) != ("sometimes", OPTIONS["accumulated"]):  # where the parameters with gradients vary
         assert "the update of the parameters is one graph" in report.split
+
+
+class Ordered(nn.Module):
+    """Blocks that calls leave out, repeat, or take in another order, from some call on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block() for _ in range(5)]), nn.Linear(WIDTH, 3)
+        self.calls, self.start = 0, start
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        picked = random.Random(self.calls)
+        numbers = [*range(5)]
+        if self.calls > self.start:
+            numbers = picked.choice(
+                ([*range(5)], [4, 3, 2, 1, 0], picked.sample(range(5), 3), sorted(picked.sample(range(5), 3)))
+            )
+        loss = x
+        for number in numbers:
+            loss = self.blocks[number](loss)
+            loss = loss * min(2.0, loss.detach().float().abs().mean().item())
+        return self.head(loss)
+
+
+@pytest.mark.parametrize("start", [4, 5, 6, 12])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_modules_that_are_left_out_or_called_in_another_order(engine: Engine, start: int) -> None:
+    """R4: their forward graphs share memory, in the order in which one call has captured them."""
+    report = compared(engine, lambda: Ordered(start), 40, host_writes="ignore").report()
+    assert report.in_parts >= 30
+    assert sum(part.replays for part in report.parts) > 30
 
 
 # ------------------------------------------------------------------------------------- neighbours in an nn.Sequential

@@ -357,12 +357,14 @@ class Engine:
     def _give_up(self, layout: Layout, reason: str, error: CaptureError, key: Key | None = None) -> None:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         optimizer, splitter = self._session.optimizer, self._session.splitter
-        if optimizer.leave(problem=str(error)) or (key is not None and splitter.takes(key, layout)):
+        if optimizer.leave(problem=str(error)):
+            return
+        if self._eager.stream is not None:
+            torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
+        if key is not None and splitter.takes(key, layout):
             return
         if self._fallback.raises:
             self._variation.restart()  # the caller may go on with batches that do not vary
-        if self._eager.stream is not None:
-            torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
         is_last = not (len(self._cache) or splitter.has_parts)
         self._fallback.give_up(layout.refuse, reason, error, is_last=is_last)
 

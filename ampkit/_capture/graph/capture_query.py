@@ -186,6 +186,10 @@ def _answer_compiling(question: str) -> bool:
 
 def _told(frame: FrameType, truth: Callable[[], bool]) -> bool:
     """Return what the code of a frame is told that asks."""
+    caller = frame.f_globals.get("__name__", "")
+    of_torch = caller.partition(".")[0] in _TOLD_THE_TRUTH
+    if of_torch and caller not in _BRANCHES_OF_TORCH:
+        return truth()
     answer = captures.answer
     if answer is None and torch.cuda.is_initialized():
         here = torch.cuda.current_stream().cuda_stream
@@ -193,9 +197,8 @@ def _told(frame: FrameType, truth: Callable[[], bool]) -> bool:
         if here or current_graph_task() != -1:
             told = [answer for stream, answer in _answers.copy().values() if stream == here]
             answer = told[-1] if told else None
-    caller = frame.f_globals.get("__name__", "")
-    if caller.partition(".")[0] in _TOLD_THE_TRUTH:
-        return (answer is not None and caller in _BRANCHES_OF_TORCH) or truth()
+    if of_torch:
+        return answer is not None or truth()
     captures.asked = True
     if captures.noting and not captures.asked_in_checkpoint:
         around = (each.f_globals.get("__name__") for each, _ in walk_stack(frame))

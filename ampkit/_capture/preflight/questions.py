@@ -131,14 +131,15 @@ class QuestionRecorder:
     def __call__(self, call: OperationCall) -> None:
         """Take note of an operation."""
         op, results = call.op, call.made
-        unmarked = [(tensor, storage_address(tensor)) for tensor in unmarked_writes(call)]
-        for tensor, address in (*zip(call.written, call.written_at, strict=True), *unmarked):
-            self._written_at.add(address)
-            if address not in self._made_at and (storage := storage_of(tensor)) is not None:
-                self._there.setdefault(address, storage)
-        self._made_at.update(address for address in call.made_at if address not in call.given_at)
-        for _, address in unmarked:
-            self._made.pop(address, None)
+        if call.written or call.kind.unmarked:
+            unmarked = [(tensor, storage_address(tensor)) for tensor in unmarked_writes(call)]
+            for tensor, address in (*zip(call.written, call.written_at, strict=True), *unmarked):
+                self._written_at.add(address)
+                if address not in self._made_at and (storage := storage_of(tensor)) is not None:
+                    self._there.setdefault(address, storage)
+            for _, address in unmarked:
+                self._made.pop(address, None)
+        self._made_at.update([address for address in call.made_at if address not in call.given_at])
         for address in (*call.made_at, *call.written_at):
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
@@ -152,10 +153,10 @@ class QuestionRecorder:
             return
         if not call.kind.repeatable or call.kind.name.startswith(("empty", "new_empty")):
             return
-        if not all(call.made_at) or any(tensor.device.type != self._device.type for tensor in results):
-            return
         sources = [*map(self._source, call.given, call.given_at)]
-        if None in sources:
+        if None in sources or not all(call.made_at):
+            return
+        if any(tensor.device.type != self._device.type for tensor in results):
             return
         number = len(self._operations)
         self._operations.append((op, self._noted(call.args), self._noted(call.kwargs), len(results), sources))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch.tensors.modes import without_torch_function
+from ..._torch.tensors.operators import call_from_binding
 from .host_random import memory_reader
 
 
@@ -58,9 +58,11 @@ def _is_set_back(generator: torch.Generator, old: bytes, now: bytes, start: byte
 
 
 def _bytes(state: Tensor) -> bytes:
-    """Return the bytes of a state, without an operation that a mode would see."""
-    with without_torch_function():
-        return memory_reader(state.data_ptr(), state.numel() * state.element_size())()
+    """Return the bytes of a state, a row of bytes, without anything that a mode or a recorder of ampkit's would see."""
+    return memory_reader(call_from_binding(_data_ptr, (), (state,), {}), call_from_binding(_numel, (), (state,), {}))()
+
+
+_data_ptr, _numel = Tensor.data_ptr, Tensor.numel
 
 
 def setters() -> Iterator[tuple[str, Any, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._callables.autograd_node import GraphedPasses
+from ..._callables.autograd_node import PENDING, GraphedPasses
 from ..._callables.input_leaves import Wants
 from ..._callables.passes import Passes
 from ..._callables.shared_memory import SharedMemory
@@ -19,25 +19,56 @@ from ..._capture.keys.inputs import StaticInputs
 from ..._capture.keys.placement import empty_like, once, place_of
 from ..._errors import CaptureError
 from ..._torch.autograd.autograd import graph_nodes
-from ..._torch.tensors.tensors import version
+from ..._torch.tensors.tensors import unowned, version
 from ..._undo import Undo
 from .module_survey import GradientLayout
 
 
 class PartMemory(SharedMemory):
-    """The pools of the parts of one step, which may draw from generators beside the default one."""
+    """The pools of the parts of one step, which may draw from generators beside the default one.
+
+    The forward graphs that one call has captured share one. What such a graph needs for a moment may be where those
+    behind it have activations. So these must not be needed any more when it is replayed. A graph that a later call has
+    captured, where a module was left out at first, has a pool of its own: nobody knows its place among the others.
+
+    All backward graphs share another one. They leave only gradients, which are copied at once, and the next one may
+    overwrite.
+    """
 
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
         super().__init__(device, emulated)
         self.generators = tuple(generators)
         self._backward_pool = Pool()
-        self._forward_pools: list[Pool] = []
+        self._forward_pools = [Pool()]  # the first one is shared
+        self._count = 0  # of the parts with graphs in it
+        self._is_shared = True  # by the graphs that are captured next
+        self._replayed: list[GraphedPart] = []  # in the order of their captures; those that may be pending, and others
         self.shares: Shares | None = None  # measures how much of the time of the present call each part takes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pools. It reads the allocator and does not wait for the device."""
         return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
+
+    def end_call(self) -> None:
+        """Take note that a call is over. If it has captured graphs, later ones do not share their pool."""
+        self._is_shared = self._is_shared and not self._count
+
+    def number(self) -> int:
+        """Return the number of a part that was just captured, 0 if it has a pool of its own."""
+        self._count += self._is_shared
+        return self._count if self._is_shared else 0
+
+    def is_free(self, part: "GraphedPart") -> bool:
+        """Return whether a part may be replayed now: no backward pass may still need one of a higher number."""
+        while self._replayed and not self._replayed[-1].pending:
+            self._replayed.pop()
+        return not (self._replayed and 0 < part.number <= self._replayed[-1].number)
+
+    def note(self, part: "GraphedPart") -> None:
+        """Take note of a replay, behind `is_free`."""
+        if part.number:
+            self._replayed.append(part)
 
     def measured(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a replay of a part of this name."""
@@ -47,10 +78,11 @@ class PartMemory(SharedMemory):
         """Return a forward and a backward graph to capture."""
         if self.emulated:
             return super().graphs()
-        stream, pool = capture_stream(self.device, self.use), Pool()
-        self._forward_pools.append(pool)
+        stream = capture_stream(self.device, self.use)
+        if not self._is_shared:
+            self._forward_pools.append(Pool())
         backward = CudaGraph(stream, self._backward_pool, self.generators)
-        return CudaGraph(stream, pool, self.generators), backward
+        return CudaGraph(stream, self._forward_pools[-1], self.generators), backward
 
 
 class PartPasses(Passes):
@@ -113,6 +145,13 @@ class PartPasses(Passes):
     def backward(self) -> None:
         """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
         self.grads = self.gradients_for(self.static)
+
+    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
+        """Warm up and capture both passes, see `Passes.capture`."""
+        graphs = super().capture(shared, warmup, allow_unused)
+        if not shared.emulated:  # the graphs keep the memory of the pool, and may share that of the gradients
+            self.grads = [grad if grad is None or grad.is_sparse else unowned(grad) for grad in self.grads]
+        return graphs
 
     def gradients_for(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the slots, computed eagerly for these gradients of the differentiable outputs."""
@@ -188,6 +227,15 @@ class GraphedPart(GraphedPasses):
     def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, backward: Graph, name: str) -> None:
         super().__init__(memory, passes, forward, backward)
         self._memory, self._part, self._name = memory, passes, name
+        self.number = memory.number()
+
+    def _replay(self, leaves: list[Any]) -> Any:
+        if not self._memory.is_free(self):
+            return PENDING
+        results = super()._replay(leaves)
+        if results is not PENDING:
+            self._memory.note(self)
+        return results
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Replay, see `GraphedPasses.forward`."""

@@ -92,6 +92,7 @@ class Parts:
             self.memory.shares = shares
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
+            undo.note(self.memory.end_call)
             yield
 
     def reports(self) -> list[PartReport]:
@@ -154,7 +155,7 @@ class _GraphedModule:
             if results is not PENDING:
                 self.replays += 1
                 return results
-            reason = "its last call has yet to be backpropagated"
+            reason = "its last call, or that of a later module, has yet to be backpropagated"
         self.eager[reason] += 1
         return original(*args, **kwargs)
 

@@ -55,12 +55,28 @@ def local_shard(tensor: Tensor) -> Tensor:
 _local: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # neither sharded nor fake
+
+
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory that a tensor lies in, of a DTensor that of its part; None if it has none."""
     try:
-        return local_shard(tensor).untyped_storage()
+        return (tensor if type(tensor) in _PLAIN else local_shard(tensor)).untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+# storage_at(address, device, bytes): memory that somebody else keeps.
+_storage_at: Callable[..., Any] = private(torch._C, "_construct_storage_from_data_pointer")
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory, on CUDA, that does not keep that from being used again."""
+    storage = tensor.untyped_storage()
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        again = _storage_at(_pointer(storage), tensor.device, storage.nbytes())
+        return fresh.set_(again, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 _pointer = torch.UntypedStorage.data_ptr  # which a recorder of ampkit's replaces, to see who else asks
@@ -68,7 +84,7 @@ _pointer = torch.UntypedStorage.data_ptr  # which a recorder of ampkit's replace
 
 def storage_address(tensor: Tensor) -> int:
     """Return the address of the memory that a tensor lies in, 0 if it has none (empty, sparse, fake)."""
-    if is_fake(type(tensor)):  # torch warns of what follows
+    if type(tensor) not in _PLAIN and is_fake(type(tensor)):  # torch warns of what follows
         return 0
     try:
         storage = storage_of(tensor)

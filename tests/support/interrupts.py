@@ -50,7 +50,6 @@ IMPOSSIBLE = {
     ("_callables/graphed_callable.py", "with self._shared.call():"): _LOCK,
     ("_capture/state/watch.py", "with without_torch_function():"): _CONTEXT_IN_C,
     ("_capture/preflight/undeclared.py", "with without_torch_function():"): _CONTEXT_IN_C,
-    ("_capture/preflight/reseeding.py", "with without_torch_function():"): _CONTEXT_IN_C,
     ("_torch/device/execution_trace.py", "with without_torch_function():"): _CONTEXT_IN_C,
 }
 

@@ -7,7 +7,8 @@ One model (20 linear layers of 256, LayerNorm, GELU), 64 samples, fused AdamW. W
 decay, the batch size, or a buffer that the step rebinds. Then DINO (a small vision transformer and its teacher, a
 center, another weight decay in each call) and a detector (torchvision's RetinaNet with resnet18, images of another
 size in each call). The calls of the step and those of the same step with graph="off" take turns: the median of the
-calls from 40 on beside that one's, and how many of its calls the first 40 have taken more than 40.
+calls from 40 on beside that one's, and how many of its calls the first 40 have taken more than its own 40 beside them
+(of these the very first one, in which CUDA loads its kernels, counts as the median).
 
 Then the calls before a capture, of steps that consist of many small operations, as multiples of an eager call.
 """
@@ -175,7 +176,7 @@ def main() -> None:
     for new in args.new:
         off, found = trained(new, ["off", graph], args.device)
         ms = statistics.median(off[SETTLED:])
-        more = sum(found[:SETTLED]) / ms - SETTLED
+        more = (sum(found[:SETTLED]) - sum(off[1:SETTLED])) / ms - 1
         print(f"{new:16s} {ms:9.2f} {statistics.median(found[SETTLED:]) / ms:10.2f}x {more:12.0f}", flush=True)
     for operations in args.operations:
         calls, ms = before_capture(operations, graph, args.device)

@@ -1,7 +1,6 @@
 """Where the host asks the device something that nobody knows ahead, a graph is cut, and a replay asks there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..._errors import CaptureError
 from ..._text import CONSTANTS
 from ..._torch.tensors.modes import without_modes
 from ..._torch.tensors.tensors import storage_address, storage_of
-from ..graph.graph import Graph, MakeContext, Then, is_true, same
+from ..graph.graph import Graph, GraphAround, is_true
 from ..preflight.questions import AskedPath
 from ..state.backup import Backup, whole, written_early
 from ..state.state import TrainingState
@@ -90,15 +89,10 @@ def numbers_in(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class CutGraph:
+class CutGraph(GraphAround):
     """A graph with cuts. A replay that ends at one of them has done nothing."""
 
-    _graph: Graph
     _backup: Backup
-
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
-        """Record `then(fn())`, see `Graph`."""
-        self._graph.capture(fn, context, then)
 
     def replay(self) -> Any:
         """Do the recorded work, see `Graph`. Sync: at each cut."""
@@ -113,7 +107,3 @@ class CutGraph:
         """Put back the memory of these tensors too, which an earlier replay has left to the user."""
         storages = {storage_address(tensor): storage_of(tensor) for tensor in left}
         self._backup.add([whole(storage) for address, storage in storages.items() if address and storage is not None])
-
-    def reset(self) -> None:
-        """Release the graph, see `Graph`."""
-        self._graph.reset()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._errors import CaptureError
-from ..graph.graph import EmulatedGraph, Graph, MakeContext, Then, same
+from ..graph.graph import EmulatedGraph, GraphAround, MakeContext, Then, same
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW, DrawPath, Tree
 from .session import Session
@@ -107,10 +107,9 @@ class HostDraws:
 
 
 @dataclass(frozen=True, eq=False)
-class DrawnGraph:
+class DrawnGraph(GraphAround):
     """A graph of a call whose draws on the host were made. It leaves the generator as an eager call does."""
 
-    _graph: Graph
     _draws: HostDraws
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
@@ -137,10 +136,6 @@ class DrawnGraph:
         outputs = self._graph.replay()
         self._draws.keep()
         return outputs
-
-    def reset(self) -> None:
-        """Release the graph and its memory."""
-        self._graph.reset()
 
 
 _CHANGED = (

@@ -1,7 +1,6 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from ..._errors import CaptureError
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
-from ..graph.graph import Graph, MakeContext, OtherAnswerError, Then, same
+from ..graph.graph import Graph, GraphAround, MakeContext, OtherAnswerError, Then
 from ..graph.pool import no_recompile
 from ..host.left_tensors import put
 from ..preflight.host_values import refuse_reads
@@ -41,18 +40,13 @@ class Left:
 
 
 @dataclass(frozen=True, eq=False)
-class CarryingGraph:
+class CarryingGraph(GraphAround):
     """A graph that writes to tensors of ampkit's own where calls would leave new ones. A replay puts them there first.
 
     An eager call may have left another one there, as for a batch of another size.
     """
 
-    _graph: Graph
     _put_back: Callable[[], bool]
-
-    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
-        """Record `then(fn())`, see `Graph`."""
-        self._graph.capture(fn, context, then)
 
     def replay(self) -> Any:
         """Do the recorded work, see `Graph`.
@@ -63,10 +57,6 @@ class CarryingGraph:
         if not self._put_back():
             raise OtherAnswerError
         return self._graph.replay()
-
-    def reset(self) -> None:
-        """Release the graph, see `Graph`."""
-        self._graph.reset()
 
 
 def carrying(graph: Graph, state: TrainingState) -> Graph:

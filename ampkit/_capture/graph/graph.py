@@ -54,6 +54,25 @@ class Graph(Protocol):
         """Release the graph and its memory."""
 
 
+@dataclass(frozen=True, eq=False)
+class GraphAround:
+    """A graph that does more than the one in it, in its captures or in its replays."""
+
+    _graph: Graph
+
+    def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
+        """Record `then(fn())`, see `Graph`."""
+        self._graph.capture(fn, context, then)
+
+    def replay(self) -> Any:
+        """Do the recorded work, see `Graph`."""
+        return self._graph.replay()
+
+    def reset(self) -> None:
+        """Release the graph, see `Graph`."""
+        self._graph.reset()
+
+
 @dataclass(eq=False)
 class _Streams(threading.local):
     """The capture streams of this thread, by device and use. Two threads may capture at the same time."""

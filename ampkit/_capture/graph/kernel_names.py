@@ -17,7 +17,7 @@ from torch.nn.modules import module as global_hooks
 from ..._errors import CaptureWarning
 from ..._torch.device.execution_trace import enter_mark, exit_mark, profiler_enabled
 from ..._undo import Undo
-from .graph import Graph, MakeContext, Then, same
+from .graph import Graph, GraphAround
 from .profiled_calls import MODULE_MARK, Owner, ProfiledCalls, read_trace
 
 GRAPH_MARK = "ampkit: graph "
@@ -124,24 +124,15 @@ class KernelNames:
 
 
 @dataclass(frozen=True, eq=False)
-class _MarkedGraph:
+class _MarkedGraph(GraphAround):
     """A graph whose replays a profiler shows under a name."""
 
-    _graph: Graph
     _mark: str
-
-    def capture(self, fn: Any, context: MakeContext = nullcontext, then: Then = same) -> None:
-        """Record `then(fn())`, see `Graph`."""
-        self._graph.capture(fn, context, then)
 
     def replay(self) -> Any:
         """Do the recorded work under the mark, see `Graph`."""
         with _marked(self._mark):
             return self._graph.replay()
-
-    def reset(self) -> None:
-        """Release the graph, see `Graph`."""
-        self._graph.reset()
 
 
 @contextmanager

@@ -125,9 +125,11 @@ class Walk:
         """Return in words the first difference from a walk of the same roots."""
         pairs = zip(self._names, self._objects.objects, new._names, new._objects.objects, strict=False)
         for old_name, old, new_name, now in pairs:
-            if old_name != new_name:
-                return f"{new_name} was added or {old_name} removed"
-            if old is not now:
+            if old_name not in new._names:
+                return f"{old_name} was removed"
+            if new_name not in self._names:
+                return f"{new_name} was added"
+            if old_name == new_name and old is not now:
                 return f"{new_name} was replaced"
         return "a parameter, buffer or module was added or removed"
 

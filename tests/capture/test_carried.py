@@ -429,3 +429,164 @@ def test_a_capture_that_fails_leaves_what_was_there() -> None:
         expected = losses(exchange, "off")
         with taped(), mock.patch.object(TapedGraph, "capture", failing), pytest.warns(match="as in a capture"):
             assert losses(exchange, "emulate") == expected
+
+
+def exchanged(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.ones(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        mean = y.detach().mean(0)
+        net.a, net.b = 0.5 * net.a + mean, 0.25 * net.b - mean
+        return (y * (net.a + 2.0 * net.b)).square().mean()
+
+    def between(i: int) -> None:
+        if i == 6:
+            net.a, net.b = net.b, net.a
+
+    return loss_fn, between
+
+
+def put_by_the_loop(value: Any) -> Callable[[Any], tuple[Any, Any]]:
+    def make(net: Any) -> tuple[Any, Any]:
+        net.a = torch.zeros(4)
+
+        def loss_fn(net: Any, x: Tensor) -> Tensor:
+            y = net.fc(x)
+            if len(x) == 4:
+                net.a = y.detach().sum(0)
+            return y.square().mean()
+
+        def between(i: int) -> None:
+            if i == 9:
+                net.a = value
+
+        return loss_fn, between
+
+    return make
+
+
+def made_in_the_first_call(net: Any) -> tuple[Any, Any]:
+    net.a = torch.zeros(0)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        mean = y.detach().mean(0)
+        net.a = mean if net.a.numel() == 0 else 0.5 * net.a + mean
+        return (y * net.a).square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def made_anew_for_each_size(net: Any) -> tuple[Any, Any]:
+    net.a = None
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        if net.a is None or net.a.shape[0] != x.shape[0]:
+            net.a = torch.zeros(x.shape[0], 4)
+        y = torch.tanh(net.fc(x) + net.a)
+        net.a = y.detach()
+        return y.square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def the_last_but_one(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        net.b, net.a = net.a, y.detach().sum(1)
+        return y.square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def two_names(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        net.a.mul_(0.5)
+        factor = net.b + 1.0
+        net.a = net.b = y.detach().mean(0) + net.a
+        return (y * (factor + net.a)).square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def of_the_loop(net: Any) -> tuple[Any, Any]:
+    net.a, buffer = torch.zeros(4), torch.ones(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        read = net.a * 1.0
+        if len(x) == 4:
+            net.a = 0.5 * net.a + y.detach().mean(0)
+        return (y * read).square().mean()
+
+    def between(i: int) -> None:
+        if i == 8:
+            net.a = buffer
+        elif i > 8:
+            buffer.add_(1.0)
+
+    return loss_fn, between
+
+
+def by_a_name(net: Any) -> tuple[Any, Any]:
+    net.a, name = torch.zeros(4), "a"
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        setattr(net, name, 0.5 * getattr(net, name) + y.detach().mean(0))
+        return (y * getattr(net, name)).square().mean()
+
+    def between(i: int) -> None:
+        if i in (7, 9):
+            net.a = torch.full((1,), 2.0)
+
+    return loss_fn, between
+
+
+@pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (exchanged, "4" * 10),
+        (put_by_the_loop(None), "444446666666"),
+        (put_by_the_loop(torch.full((7,), 5.0)), "444446666666"),
+        (made_in_the_first_call, "4" * 8),
+        (made_anew_for_each_size, "4646464646464444"),
+        (made_anew_for_each_size, "4446664466446644"),
+        (the_last_but_one, "46" * 10),
+        (two_names, "4" * 8),
+        (of_the_loop, "444446666666"),
+        (by_a_name, "4" * 12),
+    ],
+)
+@pytest.mark.parametrize("scans", [False, True])
+def test_what_the_loop_and_the_code_may_do_to_it(make: Any, sizes: str, scans: bool) -> None:
+    """W1: places behind each call, and the losses, are eager's, whatever is captured."""
+    if scans and len(set(sizes)) > 1:
+        pytest.skip("a scan has batches of one size")
+
+    def found(graph: str) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Module()
+        net.fc = nn.Linear(4, 4)
+        loss_fn, between = make(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6, fused=True)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph)
+        generator, found = torch.Generator().manual_seed(1), []
+        for i, size in enumerate(map(int, sizes)):
+            between(i)
+            x = torch.randn(2, size, 4, generator=generator)
+            loss = step.scan(x).loss if scans and i > 4 else step(x[0]).loss
+            left = [copy.deepcopy(vars(net).get(name)) for name in ("a", "b")]
+            found.append([loss, left])
+        return found
+
+    expected = found("off")
+    with deterministic(), taped():
+        assert_same(found("emulate"), expected)

@@ -104,8 +104,6 @@ class Engine:
             call = self._call_without_key if has_no_key else self._call_at_rest
             changing = partial(may_change, self._state, None)
             return call_aligned(partial(call, phase), spec, args, kwargs, leaves, changing)
-        if self._state.carried.own:
-            self._state.carried.settle()
         if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
@@ -210,6 +208,8 @@ class Engine:
     ) -> Any:
         """Replay. Compare that with an eager call if it is due. Otherwise time it if its start is given."""
         if compares and self._ranks.together:
+            if not captured.fits():  # before an eager call leaves other tensors
+                raise OtherAnswerError
             fn = seeing_capture(self._session.fn, captured.sees_capture)
             outputs = self._verified(captured, partial(fn, phase), leaves)
             self._comparisons.note()
@@ -396,8 +396,6 @@ class Engine:
         """Return what a key has of the settings of a call that is made now. None if the call cannot be captured."""
         if self._fallback.refused or captures.recorded:
             return None
-        if self._state.carried.own:
-            self._state.carried.settle()
         if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         return self._settings_history.number

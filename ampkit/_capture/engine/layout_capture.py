@@ -18,7 +18,7 @@ from .cuts import CutGraph
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
-from .record import carrying, record
+from .record import record
 from .session import Session
 
 
@@ -67,7 +67,8 @@ class LayoutCapture:
         # Eager calls take as long where other ranks draw something else, but there is another graph.
         timing = Timing(layout.timing.eager) if key.ranks_outcome else layout.timing
         grown = max(0, self._cache.pool_bytes - pool_bytes)
-        captured = Captured(graph, inputs, grown, timing, layout.answer.sees_capture, flags)
+        replaced = self._session.state.fitting()
+        captured = Captured(graph, inputs, grown, timing, layout.answer.sees_capture, flags, replaced)
         self._cache.add(key, captured)
         fits = self._ranks.agree(not self._cache.over_budget())
         return captured if fits else self._within_budget(key, layout, leaves)
@@ -78,7 +79,7 @@ class LayoutCapture:
         """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._session.stream, self._options.generators)
-        graph = carrying(new if key.outcomes is None else DrawnGraph(new, self._draws), self._session.state)
+        graph: Graph = new if key.outcomes is None else DrawnGraph(new, self._draws)
         if self._session.names is not None:
             graph = self._session.names.named(graph, [layout.kernels])
         cuts = self._questions.cuts(key)

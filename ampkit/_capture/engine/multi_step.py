@@ -15,13 +15,14 @@ from ..compare.call_record import Record, first_difference, recorded_call
 from ..compare.schedule import ComparisonSchedule
 from ..graph.cache import Captured, GraphLengths
 from ..graph.capture_query import recording, seeing_capture
+from ..graph.graph import Graph
 from ..graph.report import GraphReport
 from ..graph.timing import Timing
 from ..keys.inputs import Spec, StaticInputs, TensorSpec
 from ..keys.key import Key
 from ..keys.placement import ALIGNED
 from ..state.overlaps import keep_apart
-from .record import carrying, record
+from .record import record
 from .session import Session
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call is made
@@ -120,7 +121,7 @@ class MultiStepGraphs:
                 if not self._capture(steps, lengths, length):
                     return None
         self._cache.multi_step.move_to_end(steps.key)
-        return lengths.graphs[windows]
+        return lengths.graphs[windows] if lengths.graphs[windows].fits() else None
 
     def is_ready(self, steps: Steps) -> bool:
         """Return whether a first graph may be captured: the single calls have graphs, and change no input in place."""
@@ -222,8 +223,7 @@ class MultiStepGraphs:
     ) -> Captured:
         rows = windows * len(steps.singles)
         inputs = StaticInputs(*_rows(steps.key.spec, rows), [buffer[:rows] for buffer in lengths.buffers])
-        new = self._cache.new_graph(self._session.stream, self._session.options.generators)
-        graph = carrying(new, self._session.state)
+        graph: Graph = self._cache.new_graph(self._session.stream, self._session.options.generators)
         if self._session.names is not None:
             noted = [self._layouts.layout_of(single).kernels for single in steps.singles]
             graph = self._session.names.named(graph, noted * windows)
@@ -246,7 +246,7 @@ class MultiStepGraphs:
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()
-        return Captured(graph, inputs, 0, Timing(), lengths.sees_capture, flags)
+        return Captured(graph, inputs, 0, Timing(), lengths.sees_capture, flags, state.fitting())
 
     def _drop(self, key: Key) -> None:
         self._comparisons.pop(key, None)

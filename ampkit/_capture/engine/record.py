@@ -9,7 +9,7 @@ from torch import Tensor
 from ..._errors import CaptureError
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
-from ..graph.graph import Graph, GraphAround, MakeContext, OtherAnswerError, Then
+from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
 from ..host.left_tensors import put
 from ..preflight.host_values import refuse_reads
@@ -37,32 +37,6 @@ class Left:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the graph that are left in containers, and are in memory of their own."""
         return tensors_in([value for _, _, value in self._held])
-
-
-@dataclass(frozen=True, eq=False)
-class CarryingGraph(GraphAround):
-    """A graph that writes to tensors of ampkit's own where calls would leave new ones. A replay puts them there first.
-
-    An eager call may have left another one there, as for a batch of another size.
-    """
-
-    _put_back: Callable[[], bool]
-
-    def replay(self) -> Any:
-        """Do the recorded work, see `Graph`.
-
-        Raises:
-            OtherAnswerError: there is something else that the call would read, of another layout.
-        """
-        if not self._put_back():
-            raise OtherAnswerError
-        return self._graph.replay()
-
-
-def carrying(graph: Graph, state: TrainingState) -> Graph:
-    """Return a graph to capture, whose replays find in their places what a capture that begins now finds there."""
-    put_back = state.carried.present()
-    return graph if put_back is None else CarryingGraph(graph, put_back)
 
 
 def record(
@@ -98,6 +72,7 @@ def record(
     flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
     held = state.held_tensors()
     failure: CaptureError | None = None
+    state.carried.replaced.clear()
     ranks.reducers.begin_capture()
     state.renew_gradient_nodes()
     with Undo() as undo:

@@ -17,7 +17,7 @@ from ..._torch.tensors.tensors import untracked
 from ..._torch.tensors.tree import tree_flatten
 from ..keys.inputs import Spec, StaticInputs
 from ..keys.key import Key
-from .graph import CudaGraph, EmulatedGraph, Graph, Pool
+from .graph import CudaGraph, EmulatedGraph, Graph, OtherAnswerError, Pool
 from .timing import Saving, Timing, combined
 
 
@@ -32,21 +32,30 @@ class Captured:
         timing: Timing,
         sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
+        fits: Callable[[], bool] | None = None,
     ) -> None:
         self._graph = graph
         self._set_flags = set_flags  # what the calls leave on the host, see `record`
+        self._fits = fits  # see `Carried.fitting`
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
         self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
         self.compared = False  # whether a replay was compared with an eager call
 
+    def fits(self) -> bool:
+        """Return whether it may be replayed now. Else there is a tensor that the call would read, and a replay not."""
+        return self._fits is None or self._fits()
+
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
 
         Raises:
+            OtherAnswerError: it does not fit, or see `Graph`. Nothing was done.
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
+        if self._fits is not None and not self._fits():
+            raise OtherAnswerError
         self.inputs.copy_(leaves)
         outputs: GraphOutputs = self._graph.replay()
         if self.inputs.any_changed:

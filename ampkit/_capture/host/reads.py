@@ -236,6 +236,10 @@ class Reads:
             self._problem = notes.problem
             self._learn_names(recorder, recorder.names(observed))  # last: the paths were followed with the old names
 
+    def loads(self, name: str) -> bool:
+        """Return whether code of steps reads attributes of this name."""
+        return self._names.has_somewhere(name)
+
     def take_problem(self) -> str:
         """Return why it could not be told what the last step read, "" if it could; then forget it."""
         problem, self._problem = self._problem, ""

@@ -1,5 +1,6 @@
 """Tensors in modules, objects, dicts and lists that calls put others in place of: they are changed in place."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._undo import Undo
 from ..host.host_tensors import is_on_host
@@ -22,6 +22,7 @@ class _Carry(NamedTuple):
     cell: Cell
     tensor: Tensor
     of_module: bool
+    with_gradient: bool = False  # whether calls leave it with one, through which no backward goes
 
     @property
     def place(self) -> tuple[Any, Any, Tensor]:
@@ -38,16 +39,17 @@ class Carried:
     is left alone if a backward goes through its tensor into an earlier call, as `retain_graph=True` lets it.
 
     Attributes:
-        own: those of ampkit's own, by place and layout: calls on batches of another size may carry another one there.
+        replaced: the places in which calls have put another tensor of that layout since this was cleared.
     """
 
     _modules: Mapping[str, nn.Module]
-    own: dict[tuple[Hashable, Hashable], _Carry] = field(default_factory=dict)
-    _judged: set[Hashable] = field(default_factory=set)
+    _own: dict[Hashable, _Carry] = field(default_factory=dict)
+    _judged: set[tuple[Hashable, Hashable]] = field(default_factory=set)  # with the layout of what was there
     _read: set[Hashable] = field(default_factory=set)  # places whose tensors calls read
     _renewed: set[Hashable] = field(default_factory=set)  # those in which they put another one then
-    # Attributes of modules that no call reads, and calls leave tensors of several layouts in: see `LeftTensors`.
+    # Attributes of modules that calls leave tensors of several layouts in, and do not read: see `LeftTensors`.
     _outputs: set[Hashable] = field(default_factory=set)
+    replaced: set[Hashable] = field(default_factory=set)
     _with_gradient: set[Hashable] = field(default_factory=set)  # places through whose tensors a backward goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
@@ -59,7 +61,7 @@ class Carried:
         return found
 
     def is_output(self, cell: Cell) -> bool:
-        """Return whether calls only leave tensors in a place, so that it is no state."""
+        """Return whether calls only leave tensors in a place, as far as operations show."""
         return _key(cell) in self._outputs
 
     def is_renewed(self, table: Any, key: Any) -> bool:
@@ -68,7 +70,7 @@ class Carried:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of ampkit's own that no module has, by what messages call them."""
-        others = (kept for kept in self.own.values() if not kept.of_module)
+        others = (kept for kept in self._own.values() if not kept.of_module)
         return {f"{kept.cell.path} ({i})": kept.tensor for i, kept in enumerate(others)}
 
     def learn(
@@ -87,13 +89,14 @@ class Carried:
             device: where the call computes. A graph copies nothing on the host.
         """
         now, rebound = self.places(held), dict[Hashable, _Carry]()
+        replaced, olds = _replaced(before, now), {storage_address(kept.tensor) for kept in before.values()}
         self._read |= {key for key, kept in before.items() if is_read(kept.tensor)}
         self._outputs -= self._read
-        replaced, olds = _replaced(before, now), {storage_address(kept.tensor) for kept in before.values()}
         for key in replaced:
             old, kept = before[key].tensor, now[key]
             if key in self._read and storage_address(old) != storage_address(kept.tensor):
                 self._renewed.add(key)
+            self._note_output(key, old, kept.cell)
             # Whether a backward goes through a tensor is shown by the call behind that which has made it.
             is_cut = key not in self._with_gradient and (old.grad_fn is not None or not kept.tensor.requires_grad)
             # What no call reads, as a weight that each forward computes, needs no copy. But graphs hold what lies in
@@ -102,24 +105,25 @@ class Carried:
             counts = held_by_graphs or is_read(old) or storage_address(kept.tensor) in olds
             if is_cut and counts and _fits(old, kept.tensor) and not is_on_host(old, device):
                 rebound[key] = kept
-            self._note_output(key, old, kept)
         # Of what was read and cannot be carried, the next call may have one that can, as of another dtype at first.
         unread = {key for key in replaced if not is_read(before[key].tensor)}
         while rebound:
             # A tensor that something else has got in the call, as a tuple of the last ones, has to keep its values.
             got = {key: kept for key, kept in now.items() if key not in before or before[key].tensor is not kept.tensor}
             others = {storage_address(kept.tensor) for key, kept in got.items() if key not in rebound}
+            new = Counter(storage_address(kept.tensor) for kept in rebound.values())
             shared = {key for key in rebound if storage_address(before[key].tensor) in others}
+            shared |= {key for key, kept in rebound.items() if new[storage_address(kept.tensor)] > 1}
             if not shared:
                 break
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
             unread -= shared
-        self._judged |= rebound.keys() | unread
+        self._judged |= {(key, _layout(before[key].tensor)) for key in rebound.keys() | unread}
         for key, kept in rebound.items():
-            rebound[key] = own = kept._replace(tensor=kept.tensor.detach().clone())
-            self.own[key, _layout(own.tensor)] = own
-            put([own.place])
-        return [(before[key].tensor, own.tensor) for key, own in rebound.items()]
+            own = kept.tensor.detach().clone()
+            self._own[key] = kept._replace(tensor=own, with_gradient=kept.tensor.requires_grad)
+            put([self._own[key].place])
+        return [(before[key].tensor, self._own[key].tensor) for key in rebound]
 
     @contextmanager
     def noting_gradients(self, before: Mapping[Hashable, _Carry]) -> Iterator[None]:
@@ -134,15 +138,23 @@ class Carried:
     def has_more(self, before: Mapping[Hashable, _Carry], held: LeftTensors) -> bool:
         """Return whether a call has replaced a tensor in a place of which `learn` has judged none.
 
-        So it is where an earlier call has found None there, as behind a reset of a hidden state.
+        So it is where an earlier call has found None or a tensor of another layout there, as behind a reset of a state.
         """
-        return not self._judged.issuperset(_replaced(before, self.places(held)))
+        replaced = _replaced(before, self.places(held))
+        return not self._judged.issuperset((key, _layout(before[key].tensor)) for key in replaced)
 
     @contextmanager
     def carrying(self) -> Iterator[None]:
         """Context of a call. An error leaves what the call has left. Sync: none."""
+        found = [(key, kept, _entry(kept.cell)) for key, kept in self._own.items()]
         yield
-        pairs = [(kept, new) for kept in self.own.values() if _fits(kept.tensor, new := _entry(kept.cell))]
+        pairs: list[tuple[_Carry, Tensor]] = []
+        for key, kept, old in found:
+            new = _entry(kept.cell)
+            self._note_output(key, kept.tensor, kept.cell)
+            if new is not old and _fits(kept.tensor, new) and kept.with_gradient >= new.requires_grad:
+                pairs.append((kept, new))
+                self.replaced.add(key)
         with torch.no_grad():
             own = {storage_address(kept.tensor) for kept, _ in pairs}
             # Two may have changed places.
@@ -150,49 +162,43 @@ class Carried:
             for kept, new in pairs:
                 kept.tensor.copy_(new)
             put([kept.place for kept, _ in pairs])
-        for (key, _), kept in [*self.own.items()]:
-            self._note_output(key, kept.tensor, kept._replace(tensor=_entry(kept.cell)))
 
-    def _note_output(self, key: Hashable, old: Tensor, new: _Carry) -> None:
-        """Take note of a place if a call has put a tensor of another layout there, and none reads it."""
-        is_attribute = "_buffers" in new.cell.table  # of a module
-        if is_attribute and key not in self._read and is_tensor(new.tensor) and _layout(old) != _layout(new.tensor):
+    def _note_output(self, key: Hashable, old: Tensor, cell: Cell) -> None:
+        """Take note of a place if a call has put a tensor of another layout there, and no operation reads it."""
+        new, is_attribute = _entry(cell), "_buffers" in cell.table  # of a module
+        if is_attribute and key not in self._read and is_tensor(new) and _layout(old) != _layout(new):
             self._outputs.add(key)
-            self.own = {each: kept for each, kept in self.own.items() if each[0] != key}
-
-    def settle(self) -> None:
-        """Take over the values of tensors that were put into the places since, as a state that is reset. Sync: none.
-
-        To be called in front of each call. A tensor of another layout, or with a gradient, stays where it is.
-        """
-        for kept in self.own.values():
-            found = _entry(kept.cell)
-            if _fits(kept.tensor, found) and not found.requires_grad:
-                with torch.no_grad(), without_dispatch_modes(), without_torch_function():
-                    kept.tensor.copy_(found)
-                put([kept.place])
+            self._own.pop(key, None)
 
     def putting_back(self) -> Callable[[], None]:
         """Return what puts back the tensors that are in the places now, where a call has ended on its way."""
-        now = [kept._replace(tensor=_entry(kept.cell)).place for kept in self.own.values()]
+        now = [kept._replace(tensor=_entry(kept.cell)).place for kept in self._own.values()]
         return lambda: put([place for place in now if place[2] is not None])
 
-    def present(self) -> Callable[[], bool] | None:
-        """Return what puts back those of ampkit's own that are in their places now, for a graph that writes to them.
+    def fitting(self, is_loaded: Callable[[str], bool]) -> Callable[[], bool] | None:
+        """Return what has the places hold what a replay needs, for a graph that was just captured.
 
-        It returns False, and does nothing, where calls read what is in such a place now, which is something else. None
-        if there are none.
+        It returns False where the loop has put another tensor into a place that calls look at. In one that they only
+        write to, a call of another layout may have left its own. None if there is nothing to do.
+
+        Args:
+            is_loaded: returns whether code of the step reads attributes of a name.
         """
-        present = [kept for kept in self.own.values() if _entry(kept.cell) is kept.tensor]
+        held = [
+            (kept, not kept.of_module or key in self._read or is_loaded(kept.cell.key), key in self.replaced)
+            for key, kept in self._own.items()
+            if _entry(kept.cell) is kept.tensor
+        ]
 
-        def put_back() -> bool:
-            others = [kept for kept in present if _entry(kept.cell) is not kept.tensor]
-            if any(_key(kept.cell) in self._read for kept in others):
-                return False
-            put([kept.place for kept in others])
+        def fits() -> bool:
+            for kept, is_looked_at, is_written in held:
+                if _entry(kept.cell) is not kept.tensor:
+                    if is_looked_at:
+                        return False
+                    put([kept.place] * is_written)
             return True
 
-        return put_back if present else None
+        return fits if held else None
 
 
 REPLACES = (

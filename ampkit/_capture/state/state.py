@@ -210,6 +210,10 @@ class TrainingState(StateWatch[Generation]):
             bound.update({f"scaler.{name}": tensor for name, tensor in self.scaler.tensors().items()})
         return Bound(bound | self.carried.tensors(), self.modules)
 
+    def fitting(self) -> Callable[[], bool] | None:
+        """Return what a graph that was just captured needs in front of each replay, see `Carried.fitting`."""
+        return self.carried.fitting(self.reads.loads)
+
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
         return bool(self.optimizers) and self.scaler is not None and self.scaler.is_undecided()
@@ -234,7 +238,8 @@ class TrainingState(StateWatch[Generation]):
 
     def _cells(self) -> Iterator[Cell]:
         found = cells(self.modules, self.optimizers, self.own)
-        return (cell for cell in found if not self.carried.is_output(cell))
+        carried, loads = self.carried, self.reads.loads
+        return (cell for cell in found if not carried.is_output(cell) or loads(cell.key))
 
     def _described(self, look: Look) -> Generation:
         groups = [group for optimizer in look.optimizers for group in optimizer.param_groups]

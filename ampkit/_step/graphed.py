@@ -312,7 +312,7 @@ class _EngineFunction:
                 outputs = self._fn(*args, **kwargs)
                 steps.forget()
             check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
-            outputs = mapped_outputs(outputs, Tensor.detach)
+            outputs = mapped_outputs(outputs, lambda output: self._state.carried.apart(output.detach()))
             left = self._left_gradients(params, gradients)
         set_gradients(params, left)  # they lie in no graph's pool
         return outputs

@@ -269,7 +269,7 @@ class TrainingStep:
                     prepared = prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
-        aux = mapped_outputs(aux, self._output)
+            aux = mapped_outputs(aux, self._output)  # before a state that it has may be overwritten
         return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped), accumulated, prepared)
 
     def finish(
@@ -405,7 +405,9 @@ class TrainingStep:
 
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.to(self._policy.output) if self._policy is not None and tensor.is_floating_point() else tensor
+        if self._policy is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._policy.output)
+        return tensor if self._state is None else self._state.carried.apart(tensor)
 
 
 _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same parameters."

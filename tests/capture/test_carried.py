@@ -534,6 +534,17 @@ def of_the_loop(net: Any) -> tuple[Any, Any]:
     return loss_fn, between
 
 
+def returned(net: Any) -> tuple[Any, Any]:
+    net.a = torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, before = net.fc(x), net.a
+        net.a = 0.5 * before + y.detach().mean(0)
+        return (y * net.a).square().mean(), before
+
+    return loss_fn, lambda i: None
+
+
 def by_a_name(net: Any) -> tuple[Any, Any]:
     net.a, name = torch.zeros(4), "a"
 
@@ -563,6 +574,7 @@ def by_a_name(net: Any) -> tuple[Any, Any]:
         (two_names, "4" * 8),
         (of_the_loop, "444446666666"),
         (by_a_name, "4" * 12),
+        (returned, "4" * 8),
     ],
 )
 @pytest.mark.parametrize("scans", [False, True])
@@ -582,9 +594,9 @@ def test_what_the_loop_and_the_code_may_do_to_it(make: Any, sizes: str, scans: b
         for i, size in enumerate(map(int, sizes)):
             between(i)
             x = torch.randn(2, size, 4, generator=generator)
-            loss = step.scan(x).loss if scans and i > 4 else step(x[0]).loss
+            out = step.scan(x) if scans and i > 4 else step(x[0])
             left = [copy.deepcopy(vars(net).get(name)) for name in ("a", "b")]
-            found.append([loss, left])
+            found.append([out.loss, out.aux, left])
         return found
 
     expected = found("off")

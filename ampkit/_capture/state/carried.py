@@ -163,6 +163,14 @@ class Carried:
                 kept.tensor.copy_(new)
             put([kept.place for kept, _ in pairs])
 
+    def apart(self, output: Tensor) -> Tensor:
+        """Return an output in memory that the end of the call does not overwrite. Aliasing: most often it is itself."""
+        if not self._own or storage_address(output) not in {
+            storage_address(kept.tensor) for kept in self._own.values()
+        }:
+            return output
+        return output.clone()
+
     def _note_output(self, key: Hashable, old: Tensor, cell: Cell) -> None:
         """Take note of a place if a call has put a tensor of another layout there, and no operation reads it."""
         new, is_attribute = _entry(cell), "_buffers" in cell.table  # of a module

@@ -71,16 +71,16 @@ def _run_trace(args: argparse.Namespace, output: Output) -> int:
     return DONE if named.named_share >= _FEW_NAMED else FOUND
 
 
-def traced(subject: Subject, replays: int, bar: bool = True) -> NamedTrace:
+def traced(subject: Subject, replays: int) -> NamedTrace:
     """Train until optimizer steps are replays, profile some of these, and name their kernels.
 
-    The model is trained on its first batch. With `bar`, a terminal shows a progress bar.
+    The model is trained on its first batch.
 
     Raises:
         CaptureError: the step cannot be captured.
         TraceError: steps do not become replays.
     """
-    progress = ProgressBar(3, bar)
+    progress = ProgressBar(3)
     try:
         progress.show("the first batch")
         trial = Trial(subject)

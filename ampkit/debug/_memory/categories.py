@@ -48,7 +48,8 @@ class MemoryTracker(TorchDispatchMode):
         inputs: a tree of tensors that are the batch.
         entered: the frame that enters the context. No lines of its callers are named.
         allocator: says how many bytes a storage takes.
-        reads_device: on CUDA, also count what belongs to no tensor. This resets the peak statistics of the device.
+        forecast: the tensors are fake. Otherwise, on CUDA, what belongs to no tensor is counted too. This resets the
+            peak statistics of the device.
 
     Sync: none. Keeps no tensor alive.
     """
@@ -61,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
         inputs: Any,
         entered: FrameType,
         allocator: Allocator,
-        reads_device: bool = True,
+        forecast: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._device = device
@@ -71,7 +72,8 @@ class MemoryTracker(TorchDispatchMode):
         self._inputs = inputs
         self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
-        self._untracked = UntrackedMemory(device, device.type == "cuda" and reads_device)
+        self._forecast = forecast
+        self._untracked = UntrackedMemory(device, device.type == "cuda" and not forecast)
         self._exit = ExitStack()
         self._timeline = Timeline()
         self._allocations: dict[int, Allocation] = {}  # by `_storage_key`
@@ -135,9 +137,9 @@ class MemoryTracker(TorchDispatchMode):
         self._finds_steps = False
         self._mark_step()
 
-    def profile(self, label: str, forecast: bool) -> MemoryProfile:
+    def profile(self, label: str) -> MemoryProfile:
         """Return what was recorded until now."""
-        return self._timeline.profile(label, self._device, forecast)
+        return self._timeline.profile(label, self._device, self._forecast)
 
     # -------------------------------------------------------------------------------------------------------- hooks
 

@@ -5,6 +5,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class ModuleTime(NamedTuple):
     share: float
 
 
+@dataclass(eq=False, repr=False)
 class NamedTrace:
     """What `ampkit.debug.name_kernels` returns: a trace with names over the kernels of replays. Prints as a table.
 
@@ -65,12 +67,9 @@ class NamedTrace:
         problems: why kernels could not be matched, each reason once.
     """
 
-    def __init__(
-        self, trace: dict[str, Any], replays: Sequence[Sequence[NamedKernel]], problems: Sequence[str]
-    ) -> None:
-        self.trace = trace
-        self.replays: tuple[tuple[NamedKernel, ...], ...] = tuple(map(tuple, replays))
-        self.problems: tuple[str, ...] = tuple(problems)
+    trace: dict[str, Any]
+    replays: tuple[tuple[NamedKernel, ...], ...]
+    problems: tuple[str, ...]
 
     @property
     def unmatched(self) -> tuple[NamedKernel, ...]:

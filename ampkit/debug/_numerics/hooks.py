@@ -83,12 +83,10 @@ class ModelHooks:
             hooks.callback(self._open_calls.clear)  # a forward that raised may have left its autograd graph
             for name, module in self._modules:
                 before = partial(self._before, to, in_loop, name)
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 # Always: checkpointing ends a recomputation by an error, as soon as it has all that it needs.
                 after = partial(self._after, to, name)
-                handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
             for param, name in self._params.items() if in_loop else ():
                 if param.requires_grad:
                     row = self._row[name, "gradient"]

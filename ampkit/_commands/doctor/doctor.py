@@ -189,11 +189,10 @@ def _line_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    first = code.co_firstlineno  # that of a decorator, if there is one
-    for number in range(first, first + 9):
-        if linecache.getline(code.co_filename, number).lstrip().startswith(("def ", "async def ")):
-            return line_text(code.co_filename, number)
-    return line_text(code.co_filename, first)
+    file, first = code.co_filename, code.co_firstlineno  # the line of a decorator, if there is one
+    lines = ((number, linecache.getline(file, number).lstrip()) for number in range(first, first + 9))
+    heads = (number for number, line in lines if line.startswith(("def ", "async def ")))
+    return line_text(file, next(heads, first))
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning

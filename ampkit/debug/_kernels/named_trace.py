@@ -1,6 +1,7 @@
 """A trace whose kernels have names: its table of modules, its row of modules, and the file that it is written to."""
 
 import gzip
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -92,15 +93,11 @@ class NamedTrace:
             ValueError: depth is negative.
         """
         check_at_least("rows", "depth", depth, 0, "the number of parts of a module's path, 0 for all of them")
-        counts: dict[tuple[str, str], int] = defaultdict(int)
-        times: dict[tuple[str, str], float] = defaultdict(float)
-        for replay in self.replays:
-            for kernel in replay:
-                key = kernel.phase, ".".join(kernel.module.split(".")[: depth or None])
-                counts[key] += 1
-                times[key] += kernel.us
-        whole, number = sum(times.values()) or 1.0, len(self.replays)
-        rows = [ModuleTime(*key, counts[key] / number, times[key] / number, times[key] / whole) for key in counts]
+        times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for kernel in itertools.chain(*self.replays):
+            times[kernel.phase, ".".join(kernel.module.split(".")[: depth or None])].append(kernel.us)
+        whole, number = sum(map(sum, times.values())) or 1.0, len(self.replays)
+        rows = [ModuleTime(*key, len(us) / number, sum(us) / number, sum(us) / whole) for key, us in times.items()]
         return sorted(rows, key=lambda row: -row.us)
 
     def save(self, path: str | os.PathLike[str]) -> None:

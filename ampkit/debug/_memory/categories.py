@@ -38,8 +38,7 @@ class MemoryTracker(TorchDispatchMode):
     begins, and a gradient if it is accumulated into a `.grad`. The profile is made at the end, so each storage has one
     category in all of it.
 
-    What torch.compile made runs as eager code in the context, so that its storages are seen. It runs compiled again
-    afterwards. Model and optimizers have hooks in the context.
+    Model and optimizers have hooks in the context.
 
     Args:
         device: the device whose memory is recorded.
@@ -97,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         self._categorize_state()
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
-            entered.enter_context(without_compiled_code())
+            entered.enter_context(without_compiled_code())  # what that allocates is not seen
             note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in () if self._model is None else self._model.named_modules():
                 before = module.register_forward_pre_hook(

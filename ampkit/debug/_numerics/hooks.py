@@ -20,13 +20,9 @@ Edge = tuple[Any, int]  # a node of the autograd graph, and the number of one of
 
 
 class ModelHooks:
-    """The hooks on one model: on leaf modules, on other modules with parameters of their own, and on parameters.
+    """The hooks on one model. `numerics` says what they measure.
 
-    Of a module its inputs and outputs are measured, the gradients of its outputs, and the gradients that it passes back
-    to its inputs. A module that `torch.compile` returned is measured from outside; the modules in it are not.
-
-    Names are those without `DistributedDataParallel` and `torch.compile`. A module that was compiled in place, by
-    `module.compile()`, calls no hooks: that is a `ValueError`.
+    Names are those without `DistributedDataParallel` and `torch.compile`.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from .._capture.graph.profiled_calls import read_trace
 from .._errors import AmpkitError
-from .._step.graphed_step import graphed_step
 from .._text import ProgressBar
 from ..debug._kernels.name_kernels import name_kernels
 from ..debug._kernels.named_trace import NamedTrace
@@ -49,7 +48,6 @@ def add_trace(commands: Any) -> None:
     trace.add_argument(
         "--json",
         type=json_file,
-        default=None,
         metavar="FILE",
         help="also write the table of all modules to this file; -: print it as JSON instead of the text",
     )
@@ -71,25 +69,24 @@ def _run_trace(args: argparse.Namespace, output: Output) -> int:
     return DONE if named.named_share >= _FEW_NAMED else FOUND
 
 
-def traced(subject: Subject, replays: int, bar: bool = True) -> NamedTrace:
+def traced(subject: Subject, replays: int) -> NamedTrace:
     """Train until optimizer steps are replays, profile some of these, and name their kernels.
 
-    The model is trained on its first batch. With `bar`, a terminal shows a progress bar.
+    The model is trained on its first batch.
 
     Raises:
         CaptureError: the step cannot be captured.
         TraceError: steps do not become replays.
     """
-    progress = ProgressBar(3, bar)
+    progress = ProgressBar(3)
     try:
         progress.show("the first batch")
         trial = Trial(subject)
         args, kwargs = trial.kept[0]
         on_cuda = trial.device.type == "cuda"
+        graph = "auto" if on_cuda else "emulate"
         # A scheduler may have few steps left, and the rate changes no kernel.
-        options = {**subject.options, "scheduler": None, "annotate": True, "on_failure": "raise"}
-        options["graph"] = "auto" if on_cuda else "emulate"
-        with graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options) as step:
+        with subject.step(scheduler=None, annotate=True, on_failure="raise", graph=graph) as step:
             micro_batches = subject.options.get("accumulate", 1)
 
             def optimizer_step() -> None:

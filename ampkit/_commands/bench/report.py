@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..._errors import UsageError
-from ..._text import grid
+from ..._text import error_line, grid
 from ..._user_line import user_line
 
 BASE = "amp"  # ratios are relative to this variant
@@ -349,10 +349,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in messages)
 
 
-def error_text(error: BaseException) -> str:
+def error_text(error: Exception) -> str:
     """Return the error of a row: type, first line of the message, and the user's line if there is one."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    lines = str(error).strip().splitlines() or [""]
     where = user_line(error)
-    return f"{type(error).__name__}: {lines[0]}{f' ({where})' if where else ''}"
+    return error_line(error) + (f" ({where})" if where else "")

@@ -302,6 +302,9 @@ def _scan(compile: str | None = None) -> Variant:
     )
 
 
+_compiled = partial(Variant, compiles=True)
+_if_asked = partial(_compiled, needs_cuda=True, default=False)  # measured only if `--variants` names them
+
 VARIANTS: dict[str, Variant] = {
     "float32": Variant(
         "float32 with TF32, eager",
@@ -310,45 +313,25 @@ VARIANTS: dict[str, Variant] = {
     ),
     "amp": Variant("torch AMP, eager", torch_amp, quick=True),
     "amp-fused": Variant("torch AMP, fused optimizer", partial(torch_amp, fused=True), quick=True),
-    "compile": Variant("torch.compile", partial(torch_amp, fused=True, mode="default"), compiles=True),
-    "reduce-overhead": Variant(
-        "torch.compile reduce-overhead",
-        partial(torch_amp, fused=True, mode="reduce-overhead"),
-        needs_cuda=True,
-        compiles=True,
+    "compile": _compiled("torch.compile", partial(torch_amp, fused=True, mode="default")),
+    "reduce-overhead": _compiled(
+        "torch.compile reduce-overhead", partial(torch_amp, fused=True, mode="reduce-overhead"), needs_cuda=True
     ),
-    "max-autotune": Variant(
-        "torch.compile max-autotune",
-        partial(torch_amp, fused=True, mode="max-autotune"),
-        needs_cuda=True,
-        default=False,
-        compiles=True,
-    ),
+    "max-autotune": _if_asked("torch.compile max-autotune", partial(torch_amp, fused=True, mode="max-autotune")),
     "bare": Variant("bare capture (*)", _bare, whole=False, needs_cuda=True, quick=True),
-    "bare-compile": Variant(
-        "bare capture, compiled (*)",
-        partial(_bare, compiled=True),
-        whole=False,
-        needs_cuda=True,
-        default=False,
-        compiles=True,
-    ),
+    "bare-compile": _if_asked("bare capture, compiled (*)", partial(_bare, compiled=True), whole=False),
     "graphed": Variant("graphed_step", _graphed, quick=True, on_cpu="graphed_step, emulated"),
-    "graphed-compile": Variant(
+    "graphed-compile": _compiled(
         "graphed_step + torch.compile",
         partial(_graphed, compiled=True),
-        compiles=True,
         on_cpu="graphed_step + torch.compile, emulated",
     ),
-    "graphed-default": Variant(
+    "graphed-default": _compiled(
         'graphed_step(compile="default")',
         partial(_graphed, compile="default"),
-        compiles=True,
         on_cpu='graphed_step(compile="default"), emulated',
     ),
-    "graphed-max": Variant(
-        'graphed_step(compile="max")', partial(_graphed, compile="max"), needs_cuda=True, default=False, compiles=True
-    ),
+    "graphed-max": _if_asked('graphed_step(compile="max")', partial(_graphed, compile="max")),
     "scan": _scan(),
     "scan-default": _scan("default"),
     "scan-max": _scan("max"),

@@ -22,7 +22,7 @@ from ..._step.graphed_step import graphed_step
 from ..._text import ProgressBar, size_text, type_text
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
-from ..bench.profile import LEAD_IN, LEAD_OUT, PROFILED_STEPS, device_work
+from ..bench.profile import ALL_STEPS, device_work
 from .faults import CHECKS, Fault
 from .trial import Origins, Subject, Trial
 
@@ -162,8 +162,7 @@ def load_subject(name: str, find: Callable[[], Callable[[], Any]], lightning: bo
     """
     if lightning:
         return _lightning_subject(name, find)
-    origins = Origins()
-    with origins:
+    with Origins() as origins:
         function = find()
         made = function()
         if not isinstance(made, tuple) or len(made) not in (4, 5):
@@ -190,11 +189,10 @@ def _line_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    first = code.co_firstlineno  # that of a decorator, if there is one
-    for number in range(first, first + 9):
-        if linecache.getline(code.co_filename, number).lstrip().startswith(("def ", "async def ")):
-            return line_text(code.co_filename, number)
-    return line_text(code.co_filename, first)
+    file, first = code.co_filename, code.co_firstlineno  # the line of a decorator, if there is one
+    lines = ((number, linecache.getline(file, number).lstrip()) for number in range(first, first + 9))
+    heads = (number for number, line in lines if line.startswith(("def ", "async def ")))
+    return line_text(file, next(heads, first))
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
@@ -206,8 +204,7 @@ def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subj
         import lightning.pytorch as pl
     except ImportError as error:
         raise DoctorError("--lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
-    origins = Origins()
-    with origins:
+    with Origins() as origins:
         function = find()
         made = function()
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], pl.LightningModule):
@@ -309,16 +306,15 @@ def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
         trial.run()
         took.append(time.perf_counter() - start)
     host_ms = statistics.median(took) * 1e3
-    steps = LEAD_IN + PROFILED_STEPS + LEAD_OUT  # `device_work` expects the events of this many
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(steps):
+        for _ in range(ALL_STEPS):  # so many `device_work` expects
             trial.run()
         torch.cuda.synchronize(trial.device)
     work = device_work(profiler.events() or ())
     if not work.kernels:
         diagnosis.unchecked.append("speed-up by a capture: torch.profiler saw no kernel")
         return
-    device_ms, kernels = work.busy_us / steps / 1e3, work.kernels / steps
+    device_ms, kernels = work.busy_us / ALL_STEPS / 1e3, work.kernels / ALL_STEPS
     times = {"step_ms": step_ms, "host_ms": host_ms, "device_ms": device_ms}
     diagnosis.figures["capture"] = {**times, "kernels": kernels}
     diagnosis.notes.append(
@@ -334,24 +330,10 @@ def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
     device = "cuda" if can_save_for_backward("cuda") else "cpu"
     # A policy that changes the model has been applied to it, so the model without the policy no longer exists.
     policies = [policy] if policy is not None and changes_model(policy) else dict.fromkeys((None, policy))
-    subject, inputs = trial.subject, trial.kept[0]
-    loss_fn = _LossOfBatch(subject.loss_fn)
-    peaks = {
-        str(each): forecast(loss_fn, subject.model, subject.optimizer, inputs, policy=each, device=device).peak
-        for each in policies
-    }
+    subject, (args, kwargs) = trial.subject, trial.kept[0]
+    parts = subject.loss_fn, subject.model, subject.optimizer, kwargs or args
+    peaks = {str(each): forecast(*parts, policy=each, device=device).peak for each in policies}
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
     under = {name: "without a policy" if name == "None" else f"under {name}" for name in peaks}
-    parts = (f"{size_text(peak)} {under[name]}" for name, peak in peaks.items())
-    diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(parts)}.")
-
-
-class _LossOfBatch(nn.Module):
-    """The loss of a batch's arguments. A module, as `loss_fn` may be one, whose tensors `forecast` then copies."""
-
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-
-    def forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.loss_fn(model, *args, **kwargs)
+    texts = (f"{size_text(peak)} {under[name]}" for name, peak in peaks.items())
+    diagnosis.notes.append(f"Memory of a step on {device}, forecast: {', '.join(texts)}.")

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._torch.autograd.autograd import ENGINE_ENTRIES
 from ..._torch.tensors.modes import function_modes, without_torch_function
+from ..._undo import Undo, replace
 from ..._user_line import UserLineFinder
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
@@ -48,14 +49,11 @@ class HostCallRecorder(TorchFunctionMode):
         self._find_user_line = UserLineFinder(sys._getframe(1), skip_torch=True)
         with ExitStack() as entered:
             entered.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode sees this thread only
+            undo = entered.enter_context(Undo())
             for name in _FROM_HOST:
-                original = getattr(torch, name)
-                entered.callback(setattr, torch, name, original)
-                setattr(torch, name, partial(self._recorded, name, original))
+                replace(undo, torch, name, partial(self._recorded, name, getattr(torch, name)))
             for owner, name in ENGINE_ENTRIES:
-                original = getattr(owner, name)
-                entered.callback(setattr, owner, name, original)
-                setattr(owner, name, partial(self._with_mode_on, original))
+                replace(undo, owner, name, partial(self._with_mode_on, getattr(owner, name)))
             self._to_undo = entered.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]  # not annotated in torch
         return self

@@ -95,6 +95,10 @@ class Subject:
     origins: Origins  # knows the lines that made tensors and objects
     whole: bool = False  # whether a batch is passed as one argument, whatever its type
 
+    def step(self, **options: Any) -> GraphedStep:
+        """Return the step, with these options of `graphed_step` instead of the user's."""
+        return graphed_step(self.loss_fn, self.model, self.optimizer, **{**self.options, **options})
+
 
 class Trial:
     """A training loop with its first batches, on which it is trained eagerly, again and again.
@@ -106,7 +110,7 @@ class Trial:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.step = self._eager_step()
+        self.step = subject.step(graph="off")
         self.why_apart = why_not_capturable(subject.optimizer)  # why it cannot be captured, "" if it can
         scheduled = subject.options.get("scheduler") is not None
         # Whether it can be captured all the same, as long as none of its numbers changes.
@@ -129,11 +133,6 @@ class Trial:
             raise ValueError("there is no batch")
         self._next = itertools.cycle(range(len(self.kept)))
 
-    def _eager_step(self, **options: Any) -> GraphedStep:
-        subject = self.subject
-        options = {**subject.options, **options, "graph": "off"}
-        return graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options)
-
     def _keep(self, batch: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
@@ -154,7 +153,7 @@ class Trial:
     def with_options(self, **options: Any) -> "Trial":
         """Return this trial with other options of `graphed_step`."""
         other = copy.copy(self)
-        other.step = self._eager_step(**options)
+        other.step = self.subject.step(**options, graph="off")
         return other
 
     def run(self, *, recorded: bool = False) -> None:
@@ -177,11 +176,10 @@ class Trial:
         subject = self.subject
         if subject.options.get("compile") is not None:
             return None  # see `StepSplitter`
-        options = {**subject.options, "graph": "emulate", "warmup": 2, "scheduler": None}
         args, kwargs = self.kept[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaptureWarning)
-            with graphed_step(subject.loss_fn, subject.model, subject.optimizer, **options) as step:
+            with subject.step(graph="emulate", warmup=2, scheduler=None) as step:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
                     step(*args, **kwargs)
                 return step.report()

@@ -48,20 +48,17 @@ def _costs(found: Sequence[str], known: Sequence[str], band: int) -> list[list[i
     """Return how many names stay alone, at least, in the first i of `found` and j of `known`, at [i][j - i + band]."""
     width = 2 * band + 1
     rows = []
-    above = [_INFINITE] * width
+    above = [_INFINITE] * (width + 1)  # the last one lies beside the band, on either side
     for i in range(len(found) + 1):
-        row = [_INFINITE] * width
+        row = [_INFINITE] * (width + 1)
         for place in range(max(0, band - i), min(width, len(known) - i + band + 1)):
             j = place + i - band
-            best = 0 if i == j == 0 else _INFINITE
-            if i and j and found[i - 1] == known[j - 1]:
-                best = above[place]
+            if i == j == 0:
+                row[place] = 0
+            elif i and j and found[i - 1] == known[j - 1]:
+                row[place] = above[place]
             else:
-                if i and place + 1 < width:
-                    best = min(best, above[place + 1] + 1)
-                if j and place:
-                    best = min(best, row[place - 1] + 1)
-            row[place] = best
+                row[place] = 1 + min(above[place + 1], row[place - 1])
         rows.append(row)
         above = row
     return rows

@@ -76,17 +76,14 @@ def name_kernels(trace: str | os.PathLike[str] | dict[str, Any], step: Annotated
         problems += [table.problem] if table.problem else []
         replay = []
         for kernel, owner in zip(call.kernels, _owners(call, table), strict=True):
-            phase, module, operation = owner or ("", "", "")
-            replay.append(
-                NamedKernel(kernel.name, kernel.stream, kernel.start, kernel.duration, phase, module, operation)
-            )
+            names = owner or ("", "", "")
+            replay.append(NamedKernel(kernel.name, kernel.stream, kernel.start, kernel.duration, *names))
             if owner is not None:  # a copy with the name takes the place of the event
                 event = events[kernel.event]
-                named = {**event.get("args", {}), "module": module, "phase": phase, "operation": operation}
-                events[kernel.event] = {**event, "args": named}
-        replays.append(replay)
+                events[kernel.event] = {**event, "args": {**event.get("args", {}), **owner._asdict()}}
+        replays.append(tuple(replay))
     merged = {**content, "traceEvents": [*events, *row_of_modules(replays)]}
-    return NamedTrace(merged, replays, list(dict.fromkeys(problems)))
+    return NamedTrace(merged, tuple(replays), tuple(dict.fromkeys(problems)))
 
 
 def _table_of(call: Call, tables: Sequence[KernelTable]) -> KernelTable:

@@ -1,10 +1,12 @@
 """A trace whose kernels have names: its table of modules, its row of modules, and the file that it is written to."""
 
 import gzip
+import itertools
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +58,7 @@ class ModuleTime(NamedTuple):
     share: float
 
 
+@dataclass(eq=False, repr=False)
 class NamedTrace:
     """What `ampkit.debug.name_kernels` returns: a trace with names over the kernels of replays. Prints as a table.
 
@@ -65,12 +68,9 @@ class NamedTrace:
         problems: why kernels could not be matched, each reason once.
     """
 
-    def __init__(
-        self, trace: dict[str, Any], replays: Sequence[Sequence[NamedKernel]], problems: Sequence[str]
-    ) -> None:
-        self.trace = trace
-        self.replays: tuple[tuple[NamedKernel, ...], ...] = tuple(map(tuple, replays))
-        self.problems: tuple[str, ...] = tuple(problems)
+    trace: dict[str, Any]
+    replays: tuple[tuple[NamedKernel, ...], ...]
+    problems: tuple[str, ...]
 
     @property
     def unmatched(self) -> tuple[NamedKernel, ...]:
@@ -93,15 +93,11 @@ class NamedTrace:
             ValueError: depth is negative.
         """
         check_at_least("rows", "depth", depth, 0, "the number of parts of a module's path, 0 for all of them")
-        counts: dict[tuple[str, str], int] = defaultdict(int)
-        times: dict[tuple[str, str], float] = defaultdict(float)
-        for replay in self.replays:
-            for kernel in replay:
-                key = kernel.phase, ".".join(kernel.module.split(".")[: depth or None])
-                counts[key] += 1
-                times[key] += kernel.us
-        whole, number = sum(times.values()) or 1.0, len(self.replays)
-        rows = [ModuleTime(*key, counts[key] / number, times[key] / number, times[key] / whole) for key in counts]
+        times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for kernel in itertools.chain(*self.replays):
+            times[kernel.phase, ".".join(kernel.module.split(".")[: depth or None])].append(kernel.us)
+        whole, number = sum(map(sum, times.values())) or 1.0, len(self.replays)
+        rows = [ModuleTime(*key, len(us) / number, sum(us) / number, sum(us) / whole) for key, us in times.items()]
         return sorted(rows, key=lambda row: -row.us)
 
     def save(self, path: str | os.PathLike[str]) -> None:

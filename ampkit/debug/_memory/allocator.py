@@ -36,10 +36,15 @@ def cublas_workspace() -> int:
     return _WORKSPACE_HOPPER if hopper else _WORKSPACE_OTHERS
 
 
+@dataclass(eq=False)
 class Allocator:
-    """An allocator that takes exactly what a storage asks for, as the CPU's does."""
+    """An allocator that rounds up to whole blocks. With blocks of 1 byte it is the CPU's.
 
-    block = 1  # bytes; every size is rounded up to a multiple of it
+    With `BLOCK` it stands for the allocator of a CUDA device that is there. What that takes beyond this is read from
+    the device's statistics: see `UntrackedMemory`.
+    """
+
+    block: int = 1  # bytes; every size is rounded up to a multiple of it
 
     def allocate(self, key: int, size: int) -> int:
         """Return the bytes that a new storage takes which asks for `size`. The key identifies it until it is freed."""
@@ -51,15 +56,6 @@ class Allocator:
     def workspace(self, func: Any, in_backward: bool) -> int:
         """Return the bytes that an operation takes for a library and never gives back."""
         return 0
-
-
-class RoundingAllocator(Allocator):
-    """An allocator that rounds up to whole blocks. It stands for the one of a CUDA device that is there.
-
-    What that takes beyond this is read from the device's statistics: see `UntrackedMemory`.
-    """
-
-    block = BLOCK
 
 
 @dataclass(eq=False)

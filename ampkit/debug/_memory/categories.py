@@ -38,8 +38,7 @@ class MemoryTracker(TorchDispatchMode):
     begins, and a gradient if it is accumulated into a `.grad`. The profile is made at the end, so each storage has one
     category in all of it.
 
-    What torch.compile made runs as eager code in the context, so that its storages are seen. It runs compiled again
-    afterwards. Model and optimizers have hooks in the context.
+    Model and optimizers have hooks in the context.
 
     Args:
         device: the device whose memory is recorded.
@@ -48,7 +47,8 @@ class MemoryTracker(TorchDispatchMode):
         inputs: a tree of tensors that are the batch.
         entered: the frame that enters the context. No lines of its callers are named.
         allocator: says how many bytes a storage takes.
-        reads_device: on CUDA, also count what belongs to no tensor. This resets the peak statistics of the device.
+        forecast: the tensors are fake. Otherwise, on CUDA, what belongs to no tensor is counted too. This resets the
+            peak statistics of the device.
 
     Sync: none. Keeps no tensor alive.
     """
@@ -61,7 +61,7 @@ class MemoryTracker(TorchDispatchMode):
         inputs: Any,
         entered: FrameType,
         allocator: Allocator,
-        reads_device: bool = True,
+        forecast: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._device = device
@@ -71,7 +71,8 @@ class MemoryTracker(TorchDispatchMode):
         self._inputs = inputs
         self._user_lines = UserLineFinder(entered, skip_torch=False)
         self._allocator = allocator
-        self._untracked = UntrackedMemory(device, device.type == "cuda" and reads_device)
+        self._forecast = forecast
+        self._untracked = UntrackedMemory(device, device.type == "cuda" and not forecast)
         self._exit = ExitStack()
         self._timeline = Timeline()
         self._allocations: dict[int, Allocation] = {}  # by `_storage_key`
@@ -95,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         self._categorize_state()
         self.add_inputs(self._inputs)
         with ExitStack() as entered:
-            entered.enter_context(without_compiled_code())
+            entered.enter_context(without_compiled_code())  # what that allocates is not seen
             note_autocast_of_fast_paths(entered.enter_context(Undo()))
             for name, module in () if self._model is None else self._model.named_modules():
                 before = module.register_forward_pre_hook(
@@ -135,9 +136,9 @@ class MemoryTracker(TorchDispatchMode):
         self._finds_steps = False
         self._mark_step()
 
-    def profile(self, label: str, forecast: bool) -> MemoryProfile:
+    def profile(self, label: str) -> MemoryProfile:
         """Return what was recorded until now."""
-        return self._timeline.profile(label, self._device, forecast)
+        return self._timeline.profile(label, self._device, self._forecast)
 
     # -------------------------------------------------------------------------------------------------------- hooks
 

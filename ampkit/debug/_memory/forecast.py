@@ -166,7 +166,7 @@ def _profile(
         (args, kwargs),
         entered,
         CachingAllocator() if on_cuda else Allocator(),
-        reads_device=False,
+        forecast=True,
     )
     with without_engine(tracker.at_node), tracker:
         for _ in range(steps):
@@ -181,7 +181,7 @@ def _profile(
             with _FakeOptimizerStep(tracker):
                 fake_optimizer.step()
             del loss
-    return tracker.profile(label, forecast=True)
+    return tracker.profile(label)
 
 
 class _FakeOptimizerStep(TorchDispatchMode):

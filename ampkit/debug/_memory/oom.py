@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -244,8 +244,7 @@ def _rank() -> str:
 
 def _block_table(taken: Mapping[str, Any]) -> str:
     """Return a table of the blocks that are alive: the sum for each line that asked for some, largest first."""
-    sizes: Counter[tuple[int, str]] = Counter()
-    counts: Counter[tuple[int, str]] = Counter()
+    alive: dict[tuple[int, str], list[int]] = defaultdict(list)  # sizes, by device and line
     for segment in taken["segments"]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
@@ -253,13 +252,11 @@ def _block_table(taken: Mapping[str, Any]) -> str:
                 users = (frame for frame in frames if not frame["filename"].startswith((*NOT_THE_USERS, "<", "??")))
                 lines = (f"{frame['filename']}:{frame['line']} in {frame['name']}" for frame in users)
                 line = next(lines, "by torch alone" if frames else "from before the history began")
-                key = segment.get("device", 0), line
-                sizes[key] += block["size"]
-                counts[key] += 1
+                alive[segment.get("device", 0), line].append(block["size"])
     rows = [
-        f"{mib(size):>8} MiB in {counts[key]:>6} block(s) on cuda:{key[0]}  {key[1]}"
-        for key, size in sizes.most_common(_ROWS)
+        f"{mib(sum(sizes)):>8} MiB in {len(sizes):>6} block(s) on cuda:{device}  {line}"
+        for (device, line), sizes in sorted(alive.items(), key=lambda item: -sum(item[1]))
     ]
-    if len(sizes) > len(rows):
-        rows.append(f"... {len(sizes) - len(rows)} more lines")
-    return "\n".join([*rows, f"{mib(sum(sizes.values())):>8} MiB in all"])
+    if len(rows) > _ROWS:
+        rows[_ROWS:] = [f"... {len(rows) - _ROWS} more lines"]
+    return "\n".join([*rows, f"{mib(sum(map(sum, alive.values()))):>8} MiB in all"])

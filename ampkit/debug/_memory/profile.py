@@ -89,10 +89,8 @@ class MemoryProfile:
     @property
     def at_peak(self) -> dict[str, int]:
         """Bytes of each category at the peak."""
-        if not self.times_ms:
-            return dict.fromkeys(CATEGORIES, 0)
         at = self.peak_at
-        return {category: values[at] for category, values in self.series.items()}
+        return {category: values[at] if values else 0 for category, values in self.series.items()}
 
     @property
     def phase_at_peak(self) -> str:

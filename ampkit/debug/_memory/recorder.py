@@ -1,8 +1,7 @@
 """How to record the memory of a real step: call a function some times, or enter a context around a loop."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, overload
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..._arguments import check_at_least, check_callable, check_instance, read_device
 from ..._text import type_text
 from ..._torch.tensors.tree import tree_flatten
-from .allocator import Allocator, RoundingAllocator
+from .allocator import BLOCK, Allocator
 from .categories import MemoryTracker
 from .profile import MemoryProfile
 
@@ -34,19 +33,10 @@ class Recorded:
         self._enter(sys._getframe(1))
         return self
 
-    @contextmanager
-    def entered(self, frame: FrameType) -> Iterator[MemoryTracker]:
-        """Context that records as this one does, for a caller at that frame."""
-        tracker = self._enter(frame)
-        try:
-            yield tracker
-        finally:
-            self.__exit__(None, None, None)
-
     def _enter(self, frame: FrameType) -> MemoryTracker:
         if self._tracker is not None:
             raise ValueError("debug.memory: this context was entered before. Make a new one: debug.memory(model, ...).")
-        allocator = RoundingAllocator() if self._device.type == "cuda" else Allocator()
+        allocator = Allocator(BLOCK if self._device.type == "cuda" else 1)
         self._tracker = MemoryTracker(self._device, self._model, self._optimizers, self._inputs, frame, allocator)
         self._tracker.__enter__()
         return self._tracker
@@ -54,7 +44,7 @@ class Recorded:
     def __exit__(self, *error: Any) -> None:
         assert self._tracker is not None
         self._tracker.__exit__(*error)
-        self._profile = self._tracker.profile(self._label, forecast=False)
+        self._profile = self._tracker.profile(self._label)
 
     @property
     def profile(self) -> MemoryProfile:
@@ -194,10 +184,13 @@ def memory(
     check_at_least("debug.memory", "steps", steps, 1, "how often the function is called")
     inputs = (args, kwargs) if inputs is None else inputs
     recorded = Recorded(model, optimizers, inputs, _device(device, model, inputs), label)
-    with recorded.entered(sys._getframe(1)) as tracker:
+    tracker = recorded._enter(sys._getframe(1))
+    try:
         for _ in range(steps):
             tracker.begin_step()
             fn(*args, **kwargs)
+    finally:
+        recorded.__exit__(None, None, None)
     return recorded.profile
 
 

@@ -20,13 +20,9 @@ Edge = tuple[Any, int]  # a node of the autograd graph, and the number of one of
 
 
 class ModelHooks:
-    """The hooks on one model: on leaf modules, on other modules with parameters of their own, and on parameters.
+    """The hooks on one model. `numerics` says what they measure.
 
-    Of a module its inputs and outputs are measured, the gradients of its outputs, and the gradients that it passes back
-    to its inputs. A module that `torch.compile` returned is measured from outside; the modules in it are not.
-
-    Names are those without `DistributedDataParallel` and `torch.compile`. A module that was compiled in place, by
-    `module.compile()`, calls no hooks: that is a `ValueError`.
+    Names are those without `DistributedDataParallel` and `torch.compile`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,12 +79,10 @@ class ModelHooks:
             hooks.callback(self._open_calls.clear)  # a forward that raised may have left its autograd graph
             for name, module in self._modules:
                 before = partial(self._before, to, in_loop, name)
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 # Always: checkpointing ends a recomputation by an error, as soon as it has all that it needs.
                 after = partial(self._after, to, name)
-                handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
-                hooks.callback(handle.remove)
+                hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
             for param, name in self._params.items() if in_loop else ():
                 if param.requires_grad:
                     row = self._row[name, "gradient"]

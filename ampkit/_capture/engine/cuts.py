@@ -20,9 +20,6 @@ from ..state.state import TrainingState
 class RehearsedCuts:
     """What the rehearsal of a layout has shown of the questions at which its graph is cut.
 
-    Args:
-        state: what calls may change.
-
     Attributes:
         answers: those of the rehearsal.
         differs: whether a number was another one that should always be the same.
@@ -46,8 +43,7 @@ class RehearsedCuts:
     def cutting(self, cut_graph: Callable[[], Callable[[Tensor, bool], None] | None]) -> Callable[[Tensor], bool]:
         """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal.
 
-        Args:
-            cut_graph: gives the method `cut` of the graph.
+        `cut_graph` gives the method `cut` of the graph.
         """
         answers = iter(self.answers)
 

@@ -1,7 +1,7 @@
 """Where the host asks the device something that nobody knows ahead, a graph is cut, and a replay asks there."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,21 +17,13 @@ from ..state.backup import Backup, whole, written_early
 from ..state.state import TrainingState
 
 
+@dataclass(eq=False)
 class RehearsedCuts:
-    """What the rehearsal of a layout has shown of the questions at which its graph is cut.
+    """What the rehearsal of a layout has shown of the questions at which its graph is cut."""
 
-    Args:
-        state: what calls may change.
-
-    Attributes:
-        answers: those of the rehearsal.
-        differs: whether a number was another one that should always be the same.
-    """
-
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-        self.answers: list[bool] = []
-        self.differs = False
+    _state: TrainingState
+    answers: list[bool] = field(default_factory=list)  # those of the rehearsal
+    differs: bool = False  # whether a number was another one that should always be the same
 
     def ask(self, asked: Tensor) -> bool:
         """Return the answer in the rehearsal."""
@@ -46,8 +38,7 @@ class RehearsedCuts:
     def cutting(self, cut_graph: Callable[[], Callable[[Tensor, bool], None] | None]) -> Callable[[Tensor], bool]:
         """Return what cuts a graph where its capture asks, and gives the answer of the rehearsal.
 
-        Args:
-            cut_graph: gives the method `cut` of the graph.
+        `cut_graph` gives the method `cut` of the graph.
         """
         answers = iter(self.answers)
 

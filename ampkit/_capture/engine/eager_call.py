@@ -3,7 +3,6 @@
 import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,21 +23,13 @@ _R = TypeVar("_R")
 
 
 class EagerCall(NamedTuple):
-    """A call for which there is no graph.
+    """A call for which there is no graph."""
 
-    Attributes:
-        phase: the first argument of the function.
-        args: its other arguments.
-        kwargs: its keyword arguments.
-        leaves: the tensors and constants in these.
-        start: the clock's mark of when it began; None if it is not to be timed.
-    """
-
-    phase: Hashable
-    args: tuple[Any, ...]
+    phase: Hashable  # the first argument of the function
+    args: tuple[Any, ...]  # its other arguments
     kwargs: dict[str, Any]
-    leaves: Sequence[Any]
-    start: Any = None
+    leaves: Sequence[Any]  # the tensors and constants in these
+    start: Any = None  # the clock's mark of when it began; None if it is not to be timed
 
     def to(self, fn: Callable[..., Any]) -> Any:
         """Return what `fn` returns for these arguments."""
@@ -49,9 +40,6 @@ class EagerCalls:
     """Makes the eager calls, and counts them.
 
     Autograd and cuBLAS keep memory for each stream. With one stream for eager calls and captures they do so once.
-
-    Args:
-        session: of the engine.
 
     Attributes:
         stream: where calls are made; None: on the caller's stream.
@@ -64,26 +52,15 @@ class EagerCalls:
         self.stream = session.stream
         self.counts: Counter[str] = Counter()
 
-    def run(
-        self,
-        reason: str,
-        fn: Callable[[], Any],
-        context: AbstractContextManager[Any] | None = None,
-        own: Callable[[Any], Any] = copied,
-    ) -> Any:
-        """Return `own(outputs)` of what `fn` returns, called eagerly in this context, and counted under this reason."""
+    def run(self, reason: str, fn: Callable[[], Any], own: Callable[[Any], Any] = copied) -> Any:
+        """Return `own(outputs)` of what `fn` returns, called eagerly, and counted under this reason."""
         self.counts[reason] += 1
         self._state.refresh_rates()
         self._reducers.begin_eager_call()
-        return self.on_stream(fn, context, own)
+        return self.on_stream(fn, own)
 
-    def on_stream(
-        self,
-        fn: Callable[[], Any],
-        context: AbstractContextManager[Any] | None = None,
-        own: Callable[[Any], Any] = copied,
-    ) -> Any:
-        """Return `own(outputs)` of what `fn` returns, called on the stream of these calls, and in this context.
+    def on_stream(self, fn: Callable[[], Any], own: Callable[[Any], Any] = copied) -> Any:
+        """Return `own(outputs)` of what `fn` returns, called on the stream of these calls.
 
         Work of the caller's stream comes before that of `fn`, and later work of the caller's stream behind it. Sync:
         none, but once there will be no graph any more, the first call waits for the device.
@@ -94,17 +71,15 @@ class EagerCalls:
             # that belong to the capture stream, and torch warns where they are used on another one.
             gc.collect()
             torch.cuda.empty_cache()  # memory that is cached for the capture stream would serve no other one
-        context = nullcontext() if context is None else context
         stream = self.stream
         with Undo() as undo:
             undo.note(modes())
             if stream is None:
-                with context:
-                    outputs = own(fn())
+                outputs = own(fn())
             else:
                 stream.wait_stream(torch.cuda.current_stream(self._device))
                 try:
-                    with torch.cuda.stream(stream), context:
+                    with torch.cuda.stream(stream):
                         outputs = own(fn())
                 finally:
                     torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -127,14 +102,8 @@ def call_aligned(
     get an aligned copy of such a slice, too. The same holds for `x.conj()` and `-z.imag`, whose values torch
     computes where they are read, often in the kernel that reads them.
 
-    Args:
-        call: makes the call.
-        spec: the layout of the batch.
-        args: of the call.
-        kwargs: of the call.
-        leaves: of these.
-        changing: gives the memory of the state that the call may change. A tensor that lies there is passed as it is,
-            for an eager call sees the change; and a graph, which does not, will refuse it.
+    `changing` returns the memory of the state that the call may change. A tensor that lies there is passed as it is,
+    for an eager call sees the change; and a graph, which does not, will refuse it.
 
     Raises:
         InputMismatch: the call has changed such a tensor in place, and another one of the batch shares memory with it,

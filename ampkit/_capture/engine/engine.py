@@ -100,10 +100,8 @@ class Engine:
             self._comparisons.count()
         spec, leaves = self._reader.spec_and_leaves(args, kwargs)  # raises the same errors with and without graphs
         if self._fallback.refused or captures.recorded or self._variation.rest:
-            has_no_key = self._fallback.refused or captures.recorded
-            call = self._call_without_key if has_no_key else self._call_at_rest
-            changing = partial(may_change, self._state, None)
-            return call_aligned(partial(call, phase), spec, args, kwargs, leaves, changing)
+            eager = partial(self._call_without_key, phase)
+            return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
         if self._state.generation() is not self._settings_history.generation:
             self._adapt()
         captured = self._cache.get(spec, phase, self._settings_history.number)
@@ -128,13 +126,9 @@ class Engine:
                 pass  # what the user's code holds open in an emulated replay is closed with the traceback
             eager = partial(self._answer_otherwise, key, captured.timing, captured.sees_capture)
             return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
+        eager = partial(self._call_without_graph, key, start)
         return call_aligned(
-            partial(self._call_without_graph, key, start),
-            spec,
-            args,
-            kwargs,
-            leaves,
-            lambda: may_change(self._state, self._layout(key).writes),
+            eager, spec, args, kwargs, leaves, lambda: may_change(self._state, self._layout(key).writes)
         )
 
     def _call_without_graph(
@@ -163,20 +157,17 @@ class Engine:
         return self._eager.run(reason, lambda: fn(key.phase, *args, **kwargs))
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
-        """Call eagerly, because every call is eager, or because the call is a part of another engine's capture."""
+        """Call eagerly: as every call is, as a part of another engine's capture, or without a look at what is new."""
         reason = self._fallback.refused or "within the capture of another"
         options, whole = self._session.options, self._session.whole
+        if not (self._fallback.refused or captures.recorded):
+            self._variation.rest -= 1
+            reason, whole = self._variation.reason, None
         if self._fallback.refused and options.graph != "off":
             self._ranks.decide(wants=False, can=True, settled=True)
         fn = seeing_capture(whole or self._session.fn, options.capturing is True)
         own = copied if whole is None else lambda outputs: outputs
         return self._eager.run(reason, lambda: fn(phase, *args, **kwargs), own=own)
-
-    def _call_at_rest(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
-        """Call eagerly, without a look at what is new."""
-        self._variation.rest -= 1
-        fn = seeing_capture(self._session.fn, self._session.options.capturing is True)
-        return self._eager.run(self._variation.reason, lambda: fn(phase, *args, **kwargs))
 
     def _answer_otherwise(
         self,
@@ -263,7 +254,7 @@ class Engine:
         remark = [self._state.reads.remark] if self._state.reads.remark else []
         if self._fallback.warn_once("changes", " ".join([text, *dict.fromkeys(change.advice.values()), *remark])):
             self._variation.follow(self.replays + self._multi_step.launches, self.captures)
-            self._variation.say(change.advice)
+            self._variation.said.update(change.advice)
 
     def _layout(self, key: Key) -> Layout:
         """Return the layout of this key. Warn if there were too many of them."""
@@ -411,12 +402,8 @@ class Engine:
     def decide_together(self, steps: Steps | None, windows: int) -> Together | None:
         """Return what to do with several calls that every rank was given at once. To be called in each such call.
 
-        Args:
-            steps: the calls; None if they cannot be captured.
-            windows: how many windows they make.
-
-        Returns:
-            None to make the calls as if they had come one by one.
+        They make this many windows. `steps` is None if they cannot be captured. None is returned to make the calls as
+        if they had come one by one.
         """
         ranks, graphs = self._ranks, self._multi_step
         if ranks.several and (not ranks.captured or graphs.given_up or captures.recorded):

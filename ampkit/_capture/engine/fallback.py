@@ -58,25 +58,13 @@ UNMOVED = MovableOptimizer()
 
 @dataclass(eq=False)
 class Fallback:
-    """Warns that calls are eager, each kind of warning once, or raises; and remembers why.
+    """Warns that calls are eager, each kind of warning once, or raises; and remembers why."""
 
-    Args:
-        name: what messages call the step.
-        warn: warns of each kind of thing once.
-        raises: whether the user asked for errors (`on_failure="raise"`).
-        refused: why every call is eager; "" as long as some layout may be captured.
-
-    Attributes:
-        raises: as given.
-        refused: as given, or why every call is eager from now on.
-        failure: what could not be captured last, for the report; None if nothing failed.
-    """
-
-    _name: str
+    _name: str  # what messages call the step
     _warn: WarnOnce
-    raises: bool
-    refused: str
-    failure: str | None = None
+    raises: bool  # whether the user asked for errors (`on_failure="raise"`)
+    refused: str  # why every call is eager; "" as long as some layout may be captured
+    failure: str | None = None  # what could not be captured last, for the report; None if nothing failed
 
     def error(self, reason: object) -> CaptureError:
         """Return the error that gives this reason."""
@@ -105,13 +93,10 @@ class Fallback:
         return StepDoneError(f"{self._name}: {problem} This step was done, as eager computes it.", outputs)
 
     def give_up(self, refuse: Callable[[str], None], reason: str, error: CaptureError, *, is_last: bool) -> None:
-        """Make the calls of one layout eager. Warn, or raise a `CaptureError`.
+        """Make the calls of one layout eager by `refuse(reason)`. Warn, or raise a `CaptureError`.
 
-        Args:
-            refuse: makes them eager, and is given the reason.
-            reason: what its calls are counted under.
-            error: why.
-            is_last: whether no other layout has a graph, so that nothing is captured from now on.
+        They are counted under the reason. If the layout `is_last`, no other one has a graph, so that nothing is
+        captured from now on.
         """
         if self.raises:
             raise self.error(error) from error

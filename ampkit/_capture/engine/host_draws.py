@@ -23,9 +23,6 @@ class HostDraws:
 
     With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
 
-    Args:
-        session: of the engine.
-
     Attributes:
         enabled: whether steps may decide by draws.
     """

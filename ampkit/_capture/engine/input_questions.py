@@ -22,9 +22,6 @@ class InputQuestions:
 
     Sync: each question waits for the device, and so for the step before.
 
-    Args:
-        session: of the engine.
-
     Attributes:
         enabled: whether steps may decide by questions. Several ranks would have to agree on the answers.
         may_cut: whether graphs may be cut where calls ask.
@@ -57,13 +54,8 @@ class InputQuestions:
 
         If it has not, though it has a key with answers, nothing is asked ahead any more, and all begins anew. So it is
         where the recorded questions have other answers, and where a later call than the first writes on the host: what
-        it writes may depend on its answers, and a replay with other answers would not do it.
-
-        Args:
-            key: of the call.
-            asked: what it has asked.
-            leaves: its arguments.
-            written: what it has left another number in.
+        it writes may depend on its answers, and a replay with other answers would not do it. `written` is what the call
+        has left another number in.
         """
         known = self.asked(key)
         if asked is not None and self._trees and written:

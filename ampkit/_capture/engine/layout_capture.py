@@ -23,24 +23,14 @@ from .session import Session
 
 
 class LayoutCapture:
-    """Captures layouts, each of them once its warm-up is over.
-
-    Args:
-        session: of the engine.
-        draws: what is known of the draws on the host.
-        questions: what is known of questions to the device.
-
-    Attributes:
-        captures: how many graphs were captured so far.
-        evictions: how many graphs made room for others so far.
-    """
+    """Captures layouts, each of them once its warm-up is over."""
 
     def __init__(self, session: Session, draws: HostDraws, questions: InputQuestions) -> None:
         self._session, self._draws, self._questions = session, draws, questions
         self._options, self._ranks, self._cache = session.options, session.ranks, session.cache
         self._layouts, self._fallback = session.layouts, session.fallback
-        self.captures = 0
-        self.evictions = 0
+        self.captures = 0  # how many graphs were captured so far
+        self.evictions = 0  # how many graphs made room for others so far
 
     def capture(self, key: Key, layout: Layout, leaves: list[Any]) -> Captured | None:
         """Capture a graph for this key and put it into the cache. Nothing of the step is done.

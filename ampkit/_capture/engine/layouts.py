@@ -18,39 +18,25 @@ from .options import WARM_UP
 
 @dataclass
 class Cold:
-    """The next call is a part of the warm-up. Only `Layout` writes the attributes.
+    """The next call is a part of the warm-up. Only `Layout` writes the attributes."""
 
-    Attributes:
-        calls_left: how many eager calls the warm-up still takes: below 1 if it only lacks a rehearsal.
-        calls: how many it had so far.
-        checked: whether one of them was made under the preflight.
-    """
-
-    calls_left: int
-    calls: int = 0
-    checked: bool = False
+    calls_left: int  # how many eager calls the warm-up still takes: below 1 if it only lacks a rehearsal
+    calls: int = 0  # how many it had so far
+    checked: bool = False  # whether one of them was made under the preflight
 
 
 @dataclass(frozen=True)
 class Warm:
-    """The next call is captured, unless the warm-up has found a problem.
+    """The next call is captured, unless the warm-up has found a problem."""
 
-    Attributes:
-        after: the warm-up, which goes on with another rehearsal if the layout needs another graph.
-    """
-
-    after: Cold
+    after: Cold  # the warm-up, which goes on with another rehearsal if the layout needs another graph
 
 
 @dataclass(frozen=True)
 class Refused:
-    """All calls are eager.
+    """All calls are eager."""
 
-    Attributes:
-        why: what they are counted under.
-    """
-
-    why: str
+    why: str  # what they are counted under
 
 
 class Layout:
@@ -126,10 +112,8 @@ class Layout:
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.
 
-        Args:
-            cold: the stage.
-            problem: why the layout cannot be captured, if that did not help. If it is "", it may be done any number of
-                times.
+        `problem` is why the layout cannot be captured, if that did not help. If it is "", it may be done any number of
+        times.
         """
         if problem and self._looks_again:
             self.problem = problem
@@ -149,9 +133,7 @@ class Layout:
     def end_call(self, cold: Cold, problem: str) -> None:
         """End a call of the warm-up, and the warm-up if that was its last call.
 
-        Args:
-            cold: the stage.
-            problem: why the layout cannot be captured, as far as that is known; "" if it can be.
+        `problem` is why the layout cannot be captured, as far as that is known; "" if it can be.
         """
         self.problem = problem
         if cold.calls_left <= 0 and (problem or self.rehearsal.done):

@@ -26,29 +26,19 @@ from .record import record
 from .session import Session
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call is made
-
-
 # Does the calls of this many windows, all of which have as many, each with a slice of the inputs (args and kwargs).
 MakesCalls = Callable[[int, Noting, tuple[Any, ...], dict[str, Any]], Any]
 Compare = Callable[[Captured, Callable[..., Any], Sequence[Any]], Any]  # `Engine._verified`
 
 
 class Steps(NamedTuple):
-    """Calls that one graph may do: windows of micro-batches, or of one call each.
+    """Calls that one graph may do: windows of micro-batches, or of one call each."""
 
-    Attributes:
-        key: of the longest graph. Its spec has the calls along dimension 0 of each tensor.
-        singles: the keys of the calls of one window.
-        lengths: the numbers of windows that graphs may have.
-        captured: what a graph records.
-        eager: does the same eagerly.
-    """
-
-    key: Key
-    singles: Sequence[Key]
-    lengths: range
-    captured: MakesCalls
-    eager: MakesCalls
+    key: Key  # of the longest graph. Its spec has the calls along dimension 0 of each tensor
+    singles: Sequence[Key]  # the keys of the calls of one window
+    lengths: range  # the numbers of windows that graphs may have
+    captured: MakesCalls  # what a graph records
+    eager: MakesCalls  # does the same eagerly
 
 
 class MultiStepGraphs:
@@ -57,9 +47,6 @@ class MultiStepGraphs:
     That is done once each of the calls has a graph of its own: then it is warm, and known to be right. The calls of the
     first capture that have the same graph are compared with each other, operation by operation. With several ranks,
     they are not compared.
-
-    Args:
-        session: of the engine, which makes the single calls.
 
     Attributes:
         given_up: whether nothing is captured any more, because a capture has failed on one of several ranks.
@@ -81,15 +68,10 @@ class MultiStepGraphs:
         self.captures = self.launches = self.windows = self.calls = 0
 
     def find(self, steps: Steps, windows: int, *, may_capture: bool) -> Captured | None:
-        """Return the graph that does this many windows, captured now if it must be. Nothing of it is done.
+        """Return the graph that does this many windows, captured now if it must and may be. Nothing of it is done.
 
         Mostly a graph of the greatest length is all that is needed. The first shorter graph is what is left at the end
         of a loop. When a second one is wanted, all lengths are captured, so that no later call takes a capture.
-
-        Args:
-            steps: the calls.
-            windows: one of `steps.lengths`.
-            may_capture: whether to capture.
 
         Returns:
             None if there is no graph: the single calls have none yet, or the windows cannot be captured, of which there
@@ -135,11 +117,7 @@ class MultiStepGraphs:
     def launch(self, steps: Steps, windows: int, leaves: Sequence[Any], compare: Compare) -> Any:
         """Do this many windows with the graph that `find` returned. Return the outputs, in tensors of their own.
 
-        Args:
-            steps: as for `find`.
-            windows: as for `find`.
-            leaves: the slices of the inputs that the calls take.
-            compare: verifies a launch.
+        `leaves` are the slices of the inputs that the calls take. `compare` verifies a launch.
 
         Raises:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
@@ -269,25 +247,15 @@ class MultiStepGraphs:
 
 @dataclass(eq=False)
 class _CallComparison:
-    """Records each call of a graph, and compares it with the first one of its kind.
+    """Records each call of a graph, and compares it with the first one of its kind."""
 
-    Args:
-        numbers: see `recorded_call`.
-        lenient: see `recorded_call`.
-        kinds: of the calls of a window. Calls of one kind do the same.
-
-    Attributes:
-        ended: whether all calls were recorded.
-        difference: where a call first differs, in words; "" if none does.
-    """
-
-    _numbers: bool
-    _lenient: bool
-    _kinds: Sequence[int]
-    _first: dict[int, Record | None] = field(default_factory=dict)
+    _numbers: bool  # see `recorded_call`
+    _lenient: bool  # the same
+    _kinds: Sequence[int]  # of the calls of a window; calls of one kind do the same
+    _first: dict[int, Record | None] = field(default_factory=dict)  # by kind
     _made: int = 0
-    ended: bool = False
-    difference: str = ""
+    ended: bool = False  # whether all calls were recorded
+    difference: str = ""  # where a call first differs, in words; "" if none does
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Calls that never find a graph, because something is new in each of them: what that is, and what to write instead."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Number
 from typing import NamedTuple
 
@@ -18,21 +18,13 @@ from .options import WARM_UP
 
 
 class Cause(NamedTuple):
-    """Why no graph is replayed.
+    """Why no graph is replayed."""
 
-    Attributes:
-        names: the names of the parts that keep changing.
-        reason: a clause that says that they do.
-        examples: the same clause with some of the values.
-        advice: what to write instead.
-        of_layouts: whether only the layouts of tensors keep changing.
-    """
-
-    names: tuple[str, ...]
-    reason: str
-    examples: str
-    advice: str
-    of_layouts: bool
+    names: tuple[str, ...]  # of the parts that keep changing
+    reason: str  # a clause that says that they do
+    examples: str  # the same clause with some of the values
+    advice: str  # what to write instead
+    of_layouts: bool  # whether only the layouts of tensors keep changing
 
 
 class Variation:
@@ -87,26 +79,16 @@ class Variation:
     def follow(self, replays: int, captures: int) -> None:
         """Begin a new run if a graph from an earlier call was replayed since this was called last.
 
-        Args:
-            replays: how many calls were a graph launch so far. The call of a capture is one of them.
-            captures: how many graphs were captured so far.
+        `replays` is how many calls were a graph launch so far. The call of a capture is one of them.
         """
         if replays - captures > self._replays:
             self.restart()
         self._replays = replays - captures
 
-    def say(self, names: Iterable[str]) -> None:
-        """Take note that a message has named these parts, and what to write instead."""
-        self.said.update(names)
-
     def note(self, key: Key, call_settings: CallSettings, captures: int, kept: int) -> Cause | None:
         """Take note of a call that had no graph. Return the cause of the run, None as long as it has none.
 
-        Args:
-            key: the key of the call.
-            call_settings: what the call depends on beside its input.
-            captures: how many graphs were captured so far.
-            kept: how many keys are remembered at most.
+        `captures` is how many graphs were captured so far, and `kept` how many keys are remembered at most.
         """
         if not self._calls:
             self._captures = captures

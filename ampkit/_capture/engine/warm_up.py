@@ -33,14 +33,7 @@ from .session import Session
 
 
 class WarmUp:
-    """Makes the calls of a layout's warm-up: one of them under the preflight, the last one as the rehearsal.
-
-    Args:
-        session: of the engine.
-        eager: makes the calls.
-        draws: what is known of the draws on the host.
-        questions: what is known of questions to the device.
-    """
+    """Makes the calls of a layout's warm-up: one of them under the preflight, the last one as the rehearsal."""
 
     def __init__(self, session: Session, eager: EagerCalls, draws: HostDraws, questions: InputQuestions) -> None:
         self._session = session
@@ -57,13 +50,8 @@ class WarmUp:
     ) -> tuple[Any, DrawPath | None, AskedPath | None]:
         """Do the next call of this layout.
 
-        Args:
-            key: of the layout.
-            layout: as it is known.
-            cold: its stage.
-            call: the call.
-            preflight_left: how many calls before the capture the preflight comes, at most, and all other looks. They
-                are slow. If each call has another layout, most layouts have only one call, which then needs none.
+        `preflight_left` is how many calls before the capture the preflight comes, at most, and all other looks. They
+        are slow. If each call has another layout, most layouts have only one call, which then needs none.
 
         Returns:
             What the function returns; what it has drawn on the host, and what it has asked the device about its input,

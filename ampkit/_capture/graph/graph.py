@@ -56,17 +56,13 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GraphAround:
-    """A graph that does more than the one in it, in its captures or in its replays."""
+    """What graphs have in common that do more in a replay than the one in them."""
 
     _graph: Graph
 
     def capture(self, fn: Callable[[], Any], context: MakeContext = nullcontext, then: Then = same) -> None:
         """Record `then(fn())`, see `Graph`."""
         self._graph.capture(fn, context, then)
-
-    def replay(self) -> Any:
-        """Do the recorded work, see `Graph`."""
-        return self._graph.replay()
 
     def reset(self) -> None:
         """Release the graph, see `Graph`."""

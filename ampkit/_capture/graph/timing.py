@@ -38,14 +38,14 @@ class Clock:
         return isinstance(mark, float) or bool(mark.query())
 
 
+@dataclass(eq=False)
 class Durations:
     """How long some calls took."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most  # how many calls are to be timed
-        self.wanted: bool = most > 0  # whether more of them are
-        self._marks: list[tuple[Any, Any]] = []  # not read yet
-        self._ms: list[float] = []
+    _most: int  # how many calls are to be timed
+    wanted: bool = True  # whether more of them are
+    _marks: list[tuple[Any, Any]] = field(default_factory=list)  # not read yet
+    _ms: list[float] = field(default_factory=list)
 
     def add(self, start: Any, end: Any) -> None:
         """Add a call that began and ended at these marks of a clock. Sync: none."""

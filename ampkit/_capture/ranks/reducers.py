@@ -66,7 +66,6 @@ class Reducers:
         self._wrappers = wrappers
         # Those that look in each step which parameters are used (`find_unused_parameters=True`). They look for these in
         # the graph of their outputs, so that no copies may be there in their place.
-        # Those whose Reducer looks in each step which parameters are used.
         self.searching: list[DistributedDataParallel] = [
             ddp for ddp in wrappers if ddp.find_unused_parameters and not ddp.static_graph
         ]

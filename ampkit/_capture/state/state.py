@@ -1,5 +1,6 @@
 """The training state: the tensors that a step may change, and whether a graph may still be replayed on them."""
 
+import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +9,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..._optimizer.param_groups import CapturableGroups
 from ..._text import CONSTANTS, value_text
 from ..._torch.autograd.gradient_nodes import renew_gradient_nodes
 from ..._torch.optimizers import step_hooks
@@ -22,7 +22,7 @@ from ..host.host_tensors import HostValues
 from .bound import Bound, Cell, cells
 from .carried import Carried
 from .walk import Objects, Walk
-from .watch import Look, Scaler, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
+from .watch import Look, StateWatch, autocast, default_devices, own_values, packs_saved_tensors
 
 
 class Generation(NamedTuple):
@@ -153,37 +153,10 @@ class TrainingState(StateWatch[Generation]):
         problem: why no graph can hold them; "" if there are none.
     """
 
-    def __init__(
-        self,
-        modules: dict[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        scaler: Scaler | None = None,
-        *,
-        own: dict[str, Tensor] | None = None,
-        finds_gradients: bool = False,
-        bare: nn.Module | None = None,
-        sees_hooks: bool = True,
-        rates: Sequence[CapturableGroups] = (),
-        holds_rates: bool = False,
-        functions: Sequence[Any] = (),
-        eager_optimizers: Sequence[torch.optim.Optimizer] = (),
-        problem: str = "",
-    ) -> None:
-        super().__init__(
-            modules,
-            optimizers,
-            scaler,
-            finds_gradients=finds_gradients,
-            bare=bare,
-            sees_hooks=sees_hooks,
-            rates=rates,
-            holds_rates=holds_rates,
-            functions=functions,
-        )
-        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
-        self.problem = problem
-        self.own: dict[str, Tensor] = {} if own is None else own
-        self.carried: Carried = Carried(modules)
+    @functools.cached_property
+    def carried(self) -> Carried:
+        """The tensors that calls would replace, and change in place instead."""
+        return Carried(self.modules)
 
     def noting_reads(self, in_parts: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context for a step, whose code tells which attributes and variables are compared from then on.

@@ -238,18 +238,24 @@ class StateWatch(Generic[_G]):
         self,
         modules: dict[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        scaler: Scaler | None,
+        scaler: Scaler | None = None,
         *,
-        finds_gradients: bool,
-        bare: nn.Module | None,
-        sees_hooks: bool,
-        rates: Sequence[CapturableGroups],
-        holds_rates: bool,
-        functions: Sequence[Any],
+        own: dict[str, Tensor] | None = None,
+        finds_gradients: bool = False,
+        bare: nn.Module | None = None,
+        sees_hooks: bool = True,
+        rates: Sequence[CapturableGroups] = (),
+        holds_rates: bool = False,
+        functions: Sequence[Any] = (),
+        eager_optimizers: Sequence[torch.optim.Optimizer] = (),
+        problem: str = "",
     ) -> None:
         self.modules = modules
         self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(optimizers)
+        self.eager_optimizers: tuple[torch.optim.Optimizer, ...] = tuple(eager_optimizers)
+        self.problem = problem
         self.scaler = scaler
+        self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.sees_hooks = sees_hooks
         self.holds_rates = holds_rates

@@ -68,8 +68,7 @@ class CompiledShards:
             return self._compiled_loss(*args)
         before, calls = self._snapshot(self._leaves), _ModelCalls()
         with Undo() as undo:
-            undo.note(setattr, self, "_calls", None)
-            self._calls = calls
+            replace(undo, self, "_calls", calls)
             try:
                 return self._compiled_loss(*args)
             except Exception as error:
@@ -95,9 +94,8 @@ class CompiledShards:
     def compiling(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Context for the call that compiles, which has these leaves in its batch."""
         with Undo() as undo, self._compiler.for_many(len(self.names)):
-            undo.note(setattr, self, "_first", False)
-            undo.note(setattr, self, "_leaves", ())
-            self._first, self._leaves = True, leaves
+            replace(undo, self, "_first", True)
+            replace(undo, self, "_leaves", leaves)
             yield
 
     def problem_texts(self) -> list[str]:

@@ -20,7 +20,7 @@ from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
 from ..._torch.tensors.modes import function_modes, modes, within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables
 from ..._torch.tensors.settings import settings
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import ModuleCall, ModuleLayout
@@ -88,8 +88,7 @@ class Parts:
     def installed(self, shares: Shares | None = None) -> Iterator[None]:
         """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
         with self._runs.installed(), Undo() as undo:
-            undo.note(setattr, self.memory, "shares", None)
-            self.memory.shares = shares
+            replace(undo, self.memory, "shares", shares)
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             undo.note(self.memory.end_call)

@@ -128,18 +128,8 @@ _TENSORS = ("given", "given_at", "made", "made_at", "written", "written_at")
 class OperationCall:
     """A call of an operation below autograd, as a dispatch mode has seen it.
 
-    Attributes:
-        op: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it returned.
-        kind: what is known of the operation.
-        given: the tensors among its arguments.
-        given_at: the addresses of the memory that they lie in.
-        made: the tensors in its result.
-        made_at: the addresses of the memory that they lie in.
-        written: the tensors among its arguments that it writes to.
-        written_at: the addresses of the memory that they lie in.
+    `given` are the tensors among its arguments, `written` those of them that it writes to, and `made` the tensors in
+    its result. `given_at`, `written_at` and `made_at` are the addresses of the memory that they lie in.
     """
 
     __slots__ = ("args", "kind", "kwargs", "op", "result", *_TENSORS)

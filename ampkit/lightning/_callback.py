@@ -51,8 +51,7 @@ class AmpkitCallback(Callback):
             new in each of 32 calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises
             `CaptureError`.
         annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
-        host_writes: as for `graphed_step`.
-        cuts: as for `graphed_step`.
+        host_writes, cuts: as for `graphed_step`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
         compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the

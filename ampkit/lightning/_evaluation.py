@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,6 +22,7 @@ from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
 from .._step.graphed import set_gradients
+from .._step.training_step import Phase
 from .._torch.autograd.backward_thread import run_backwards_here
 from .._undo import Undo
 from . import _log_calls
@@ -41,17 +42,6 @@ _LEAVES_GRADIENTS = (
     "{0} leaves gradients of parameters, and a captured step would leave none. Let it end with self.zero_grad(), or "
     "pass AmpkitCallback(validate=False)."
 )
-
-
-class EvaluationPhase(NamedTuple):
-    """What a graph of an evaluation step belongs to, beside its batch."""
-
-    others: tuple[Part, ...]  # the values that the step reads on the host, and the dataloader
-    words: str = ""  # a report says nothing of the phase, since each method has a report of its own
-
-    def parts(self) -> list[Part]:
-        """Return what messages name if it varies from call to call."""
-        return list(self.others)
 
 
 class Evaluation:
@@ -108,7 +98,8 @@ class Evaluation:
             self._engine = self._make_engine()
         engine = self._engine
         loader = Part("dataloader_idx", further_args[1] if len(further_args) > 1 else 0, _FEW_LOADERS)
-        phase = EvaluationPhase((*self._host_reads.parts(self._trainer.current_epoch), loader))
+        parts = (*self._host_reads.parts(self._trainer.current_epoch), loader)
+        phase = Phase(last=True, accumulated=(), others=parts)  # a report says nothing of it
         self._further_args, self._problem = further_args, ""
         replays = engine.replays
         try:
@@ -146,7 +137,7 @@ class Evaluation:
         )
         return Engine(session)
 
-    def _called(self, engine: Engine, phase: EvaluationPhase, batch: Any) -> Any:
+    def _called(self, engine: Engine, phase: Phase, batch: Any) -> Any:
         """Call through the engine, but the first batch of each dataloader without it.
 
         The other ones leave inference mode, and there a step may not write to tensors that were made in it, such as the

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
-from .._capture.engine.session import Session
 from .._capture.graph.report import Report
 from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
@@ -22,10 +21,9 @@ from .._errors import AmpkitWarning, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import torch_class
 from .._step.compile.compiled import CompiledTrainingStep
+from .._step.graphed_step import session_of
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.parts.split import COMPILES, StepSplitter
-from .._step.parts.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
 from .._torch.compile import GraphBreak
@@ -159,7 +157,14 @@ class TrainerStep:
         if takes_closure and not scaler.is_enabled():
             # As from Lightning, without a loss scale. Forward and backward have been done: see `ClosureUses`.
             self._step.closure = (lambda: None,)
-        self.engine = self._make_engine(device, options, place, compile)
+        state = self._step.state({"model": module})
+        eager: dict[type[nn.Module], str] = {
+            LightningModule: "a LightningModule may call self.log, which a replay would leave out"
+        }
+        name, step = "AmpkitCallback", self._step
+        self.engine = Engine(
+            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=eager)
+        )
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
         self._turn = self.engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
@@ -170,36 +175,6 @@ class TrainerStep:
         self._why_eager = ""  # why no further call is captured
         self.grad_norm: Tensor | None = None  # of the last window, unscaled, before clipping; None if not computed
         self.backward_done = False  # whether the last call did a backward, so that Lightning must not do it again
-
-    def _make_engine(
-        self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
-    ) -> Engine:
-        state = self._step.state({"model": self._module})
-        session = Session(
-            fn=self._step,
-            captured=self._step.captured,
-            state=state,
-            device=device,
-            options=options,
-            ranks=self._ranks,
-            name="AmpkitCallback",
-            whole=self._step.whole,
-            optimizer=place,
-            watching=self._step.watching,
-            one_argument=True,
-            untimed=1 if compile is None else 2,
-            splitter=StepSplitter(
-                self._step,
-                self._module.named_modules,
-                CapturedUpdate(self._step, state, options, "AmpkitCallback"),
-                options,
-                self._ranks,
-                device,
-                why_never="" if compile is None else COMPILES,
-                eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
-            ),
-        )
-        return Engine(session)
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

@@ -101,7 +101,6 @@ class GradScaler(DeviceScale):
     ) -> None:
         super().__init__(read_arguments(args, kwargs), ScaleLimits(hysteresis, min_scale, max_scale, dynamic))
         self.grad_norm: Tensor | None = None
-        self.found_inf: Tensor | None = None
         self._scaled_step = ScaledStep()
 
     def set_growth_factor(self, new_factor: float) -> None:

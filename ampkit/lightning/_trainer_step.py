@@ -20,6 +20,7 @@ from .._capture.ranks.ranks import Ranks
 from .._errors import AmpkitWarning, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import torch_class
+from .._step.compile.compile_choice import warmup_of
 from .._step.compile.compiled import CompiledTrainingStep
 from .._step.graphed_step import session_of
 from .._step.observer import Observer
@@ -30,8 +31,6 @@ from .._torch.compile import GraphBreak
 from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable
 from ._trainer_reads import TrainerReads
-
-_WARM_UP = 3  # compiled calls at least: the first is not compiled, the second compiles, the third is the rehearsal
 
 
 class Clip(NamedTuple):
@@ -125,17 +124,16 @@ class TrainerStep:
     ) -> None:
         self._forward, self._context = forward, context
         self._module = module
+        make: Callable[..., TrainingStep] = TrainingStep
         if compile is not None:
-            options = replace(options, warmup=max(options.warmup, _WARM_UP))
+            options = replace(options, warmup=warmup_of(options.warmup, compile))
+            raises = options.on_failure == "raise"
+            make = partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
         self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
         self._give_up = give_up
         self._ranks = ranks
-        make: Callable[..., TrainingStep] = TrainingStep
-        if compile is not None:
-            raises = options.on_failure == "raise"
-            make = partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
         self._step = make(
             self._loss,
             module,

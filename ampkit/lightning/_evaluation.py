@@ -54,11 +54,8 @@ class Evaluation:
     def __init__(
         self, trainer: Trainer, module: LightningModule, name: str, options: Options, give_up: Callable[[str], None]
     ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._name = name
-        self._options = options
-        self._give_up = give_up
+        self._trainer, self._module, self._name = trainer, module, name
+        self._options, self._give_up = options, give_up
         self._why_not = _why_not_in(trainer, name, options)  # Lightning makes all further calls, unless it is ""
         self._engine: Engine | None = None  # made in the first call
         self._further_args: tuple[Any, ...] = ()  # of the step, after the batch

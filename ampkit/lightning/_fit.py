@@ -62,11 +62,8 @@ class Fit:
         logs: bool,
     ) -> None:
         strategy = trainer.strategy
-        self._trainer = trainer
-        self._module = module
-        self._options, self._compile = options, compile
-        self._measurements = measurements
-        self._give_up = give_up
+        self._trainer, self._module, self._measurements = trainer, module, measurements
+        self._options, self._compile, self._give_up = options, compile, give_up
         self._logs = logs  # whether the statistics go to the loggers
         self._host_reads = HostReads(module)
         several_ranks = isinstance(strategy, SEVERAL_RANKS)  # one of them cannot turn to Lightning's step by itself

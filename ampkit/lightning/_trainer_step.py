@@ -32,6 +32,11 @@ from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable
 from ._trainer_reads import TrainerReads
 
+# Modules that a step in parts leaves to Python.
+_EAGER: dict[type[nn.Module], str] = {
+    LightningModule: "a LightningModule may call self.log, which a replay would leave out"
+}
+
 
 class Clip(NamedTuple):
     """How gradients are clipped: to a global norm, each element to a magnitude, or, if both are None, not at all."""
@@ -122,8 +127,8 @@ class TrainerStep:
         place: OptimizerPlace,
         give_up: Callable[[str], None],
     ) -> None:
-        self._forward, self._context = forward, context
-        self._module = module
+        self._module, self._forward, self._context = module, forward, context
+        self._ranks, self._give_up = ranks, give_up
         make: Callable[..., TrainingStep] = TrainingStep
         if compile is not None:
             options = replace(options, warmup=warmup_of(options.warmup, compile))
@@ -132,9 +137,7 @@ class TrainerStep:
         self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
-        self._give_up = give_up
-        self._ranks = ranks
-        self._step = make(
+        self._step = step = make(
             self._loss,
             module,
             optimizer,
@@ -144,7 +147,7 @@ class TrainerStep:
             max_value=clip.value,
             accumulate=1,  # `_loss` divides
             after_step=None,
-            ranks=self._ranks,
+            ranks=ranks,
             device=device,
             capturable=not place.behind,
             place=place,
@@ -154,19 +157,14 @@ class TrainerStep:
         takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
         if takes_closure and not scaler.is_enabled():
             # As from Lightning, without a loss scale. Forward and backward have been done: see `ClosureUses`.
-            self._step.closure = (lambda: None,)
-        state = self._step.state({"model": module})
-        eager: dict[type[nn.Module], str] = {
-            LightningModule: "a LightningModule may call self.log, which a replay would leave out"
-        }
-        name, step = "AmpkitCallback", self._step
+            step.closure = (lambda: None,)
+        state, name = step.state({"model": module}), "AmpkitCallback"
         self.engine = Engine(
-            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=eager)
+            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=_EAGER)
         )
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
-        self._turn = self.engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
-        self._window = Window(self._guarded_call, self.engine.run, self._step, 1)
+        self._window = Window(self._guarded_call, self.engine.run, step, 1)
         self._divisor = 1  # of the loss
         self._logged_numbers = _log_calls.LoggedNumbers("training_step")
         self._problem = ""  # found in the calls that are checked
@@ -193,12 +191,12 @@ class TrainerStep:
         in_window = Place(place.first, place.last, (*self._host_reads.parts(place.epoch), divisor))
         try:
             try:
-                out = self._turn.call(self._window.run, (batch,), {}, in_window)
+                out = self.engine.turn.call(self._window.run, (batch,), {}, in_window)
             except InputMismatch as error:
                 self._stay_eager(not_comparable(batch) or str(error))
-                out = self._turn.call(self._window.run, (batch,), {}, in_window)
+                out = self.engine.turn.call(self._window.run, (batch,), {}, in_window)
         except NoLossError as none:
-            return self._turn.call(self._without_loss, none, place.last)
+            return self.engine.turn.call(self._without_loss, none, place.last)
         if place.last:
             self.grad_norm = out.grad_norm
         self.backward_done = True

@@ -223,7 +223,11 @@ class Fit:
             output = self._step(place, *args)
         self.backward_done = self._step.backward_done
         self._window_ended = steps_optimizer
-        self.statistics.count(samples)
+        if self.statistics.interval_start is None:
+            self.statistics.start_timing()
+        else:
+            self.statistics.samples += samples
+            self.statistics.batches += 1
         return output
 
     def read_statistics(self) -> None:

@@ -39,13 +39,9 @@ class StatisticsReader:
     def __post_init__(self) -> None:
         self._clock = Clock(self._device if self._device.type == "cuda" else None)
 
-    def count(self, samples: int) -> None:
-        """Count a batch of so many samples, or begin an interval behind it if the time has not counted."""
-        if self.interval_start is None:
-            self.interval_start, self.samples, self.batches = self._clock.now(), 0, 0
-        else:
-            self.samples += samples
-            self.batches += 1
+    def start_timing(self) -> None:
+        """Begin an interval now."""
+        self.interval_start, self.samples, self.batches = self._clock.now(), 0, 0
 
     def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]

@@ -1,7 +1,6 @@
 """Padding: batches of varying shapes become batches of a few shapes, with a mask that says what is not padding."""
 
 import keyword
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -119,9 +118,8 @@ class Buckets:
                     f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
                 )
             real += (size,)
-        places = [bisect_left(sizes, size) for sizes, size in zip(allowed, real, strict=True)]
-        fits = all(place < len(sizes) for sizes, place in zip(allowed, places, strict=True))
-        bucket = tuple(sizes[place] for sizes, place in zip(allowed, places, strict=True)) if fits else real
+        fitting = [[each for each in sizes if each >= size] for sizes, size in zip(allowed, real, strict=True)]
+        bucket = tuple(sizes[0] for sizes in fitting) if all(fitting) else real  # sizes ascend
         for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
             leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
         args, kwargs = tree_unflatten(leaves, tree)

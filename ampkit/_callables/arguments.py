@@ -50,11 +50,8 @@ def check_options(
     check_flag(where, "allow_unused_input", allow_unused_input)
     check_choice(where, "graph", graph, ("auto", "emulate", "off"))
     check_capturing(where, capturing)
-    if pool is not None and not isinstance(pool, tuple):
-        raise ValueError(
-            f"make_graphed_callables(pool={type(pool).__name__}): expected a handle as torch.cuda.graph_pool_handle() "
-            "returns it, or None."
-        )
+    expected = "a handle as torch.cuda.graph_pool_handle() returns it, or None"
+    check_instance(where, "pool", pool, (tuple, type(None)), expected)
 
 
 def device_of(function: Any, sample: Any) -> torch.device:

@@ -12,8 +12,7 @@ from torch.optim import Muon, Optimizer
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.device.streams import is_capturing
 from .._user_line import users_level
-from .device_step import changed_by_step, kernel_scaling, seed_momentum, step_or_undo
-from .preparation import divide_and_clip_
+from .device_step import changed_by_step, divide_and_clip_, kernel_scaling, seed_momentum, step_or_undo
 from .rollback import StepChanges
 from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_scale, torch_class
 

@@ -15,8 +15,16 @@ from .._arguments import read_positive, wrong
 from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
-from .device_step import any_found, clip_coefficient, seed_late_momentum, step_clipped, total_norm
-from .preparation import Prepared, can_be_prepared, divide_and_clip_
+from .device_step import (
+    Prepared,
+    any_found,
+    can_be_prepared,
+    clip_coefficient,
+    divide_and_clip_,
+    seed_late_momentum,
+    step_clipped,
+    total_norm,
+)
 from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
@@ -93,7 +101,6 @@ class GradScaler(DeviceScale):
     ) -> None:
         super().__init__(read_arguments(args, kwargs), ScaleLimits(hysteresis, min_scale, max_scale, dynamic))
         self.grad_norm: Tensor | None = None
-        self.found_inf: Tensor | None = None
         self._scaled_step = ScaledStep()
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -288,12 +295,8 @@ class GradScaler(DeviceScale):
 
         A fused optimizer without clipping unscales in its kernel in such a loop, too.
 
-        Args:
-            optimizer: its gradients are unscaled and clipped in memory. `unscale_` may have been called for it.
-            max_norm: clip the 2-norm over all unscaled gradients to this; None does not clip.
-
-        Returns:
-            What was measured; None if nothing was done, because `step` does what torch does. Sync: none.
+        Arguments are those of `prepare`. Returns what was measured; None if nothing was done, because `step` does what
+        torch does. Sync: none.
         """
         grads = gradients(optimizer)
         sparse = any(grad.is_sparse for grad in grads)

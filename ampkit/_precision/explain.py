@@ -110,17 +110,9 @@ class Explanation:
 
     def to_json(self) -> str:
         """Return everything as JSON, with every row and the names of dtypes."""
-        whole = {key: value for key, value in asdict(self).items() if key != "rows"}
-        whole["rows"] = [
-            {
-                **asdict(row),
-                "inputs": [dtype_name(dtype) for dtype in row.inputs],
-                "compute": dtype_name(row.compute),
-                "output": dtype_name(row.output),
-            }
-            for row in self.rows
-        ]
-        return json.dumps(whole, indent=1)
+        whole = asdict(self)
+        whole["rows"] = whole.pop("rows")  # at the end
+        return json.dumps(whole, indent=1, default=dtype_name)
 
 
 def explain(

@@ -1,8 +1,9 @@
 """`graphed_step`: the training step that a user calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ def graphed_step(
         apart=as_torch,
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
-    session = _session(step, state, model, options, blocker, compile)
+    session = session_of(step, state, model, options, "graphed_step", compile=compile, blocker=blocker)
     return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
 
 
@@ -414,12 +415,24 @@ class GraphedStep(GraphOwner):
         return 0 if skipped is None else int(skipped.item())  # sync
 
 
-def _session(
-    step: TrainingStep, state: TrainingState, model: nn.Module, options: Options, blocker: str, compile: str | None
+def session_of(
+    step: TrainingStep,
+    state: TrainingState,
+    model: nn.Module,
+    options: Options,
+    name: str,
+    *,
+    compile: str | None,
+    blocker: str = "",
+    one_argument: bool = False,
+    eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
 ) -> Session:
-    """Return what an engine calls and captures. What cannot be captured as a whole is done in parts."""
+    """Return what an engine calls and captures. What cannot be captured as a whole is done in parts, without `eager`.
+
+    The other arguments are those of `Session` and `graphed_step`.
+    """
     ranks, device = step.ranks, step.device
-    update = CapturedUpdate(step, state, options, "graphed_step")
+    update = CapturedUpdate(step, state, options, name)
     why_never = "" if compile is None else COMPILES
     return Session(
         fn=step,
@@ -428,13 +441,16 @@ def _session(
         device=device,
         options=options,
         ranks=ranks,
-        name="graphed_step",
+        name=name,
         blocker=blocker,
         whole=step.whole,
         optimizer=step.place,
         watching=step.watching,
+        one_argument=one_argument,
         untimed=1 if compile is None else 2,
-        splitter=StepSplitter(step, model.named_modules, update, options, ranks, device, why_never=why_never),
+        splitter=StepSplitter(
+            step, model.named_modules, update, options, ranks, device, why_never=why_never, eager=eager
+        ),
     )
 
 

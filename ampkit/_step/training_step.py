@@ -14,8 +14,8 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
+from .._optimizer.device_step import Prepared, can_be_prepared
 from .._optimizer.param_groups import CapturableGroups
-from .._optimizer.preparation import Prepared, can_be_prepared
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters, torch_class
 from .._precision.policy import Policy

@@ -44,15 +44,10 @@ class AmpkitCallback(Callback):
         warmup: eager steps per input layout before it is captured.
         max_graphs: the callback keeps at most this many graphs.
         memory_budget: bytes that all graphs may take together. None sets no limit.
-        verify: compare this many replays, the first ones, with eager steps, bit by bit; or "sparse", a few in a run.
-        on_failure: "parts" warns if the optimizer cannot be captured, captures forward and backward, and steps it
-            eagerly behind each graph. It warns of a line that cannot be captured, and captures the modules around it
-            and the update of the parameters one by one. If nothing can be captured, or if the batch or a setting was
-            new in each of 32 calls, it warns and trains eagerly. "eager" does so in all these cases. "raise" raises
-            `CaptureError`.
+        verify: as for `graphed_step`.
+        on_failure: as for `graphed_step`.
         annotate: note which module each kernel belongs to, for `ampkit.debug.name_kernels(trace, callback)`.
-        host_writes: as for `graphed_step`.
-        cuts: as for `graphed_step`.
+        host_writes, cuts: as for `graphed_step`.
         numerics: measure what `ampkit.debug.numerics` does, once in this many optimizer steps. None measures nothing.
         memory: record what takes the memory in one of the first eager steps, as `ampkit.debug.memory` does.
         compile: "default" or "max" has torch.compile compile `training_step`, its backward, and the update of the

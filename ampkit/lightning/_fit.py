@@ -27,7 +27,6 @@ from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
 from .._torch.tensors.tree import tree_flatten
-from ._compiled_step import read_compile
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads
 from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
@@ -35,7 +34,7 @@ from ._measurements import FitMeasurements
 from ._precision import plugin_for
 from ._statistics import StatisticsReader, TrainingStatistics
 from ._trainer_reads import TrainerReads
-from ._trainer_step import BatchPlace, Clip, TrainerStep
+from ._trainer_step import BatchPlace, Clip, TrainerStep, read_compile
 
 _IN_THE_BAR = {
     "loss_scale": "scale",
@@ -63,11 +62,8 @@ class Fit:
         logs: bool,
     ) -> None:
         strategy = trainer.strategy
-        self._trainer = trainer
-        self._module = module
-        self._options, self._compile = options, compile
-        self._measurements = measurements
-        self._give_up = give_up
+        self._trainer, self._module, self._measurements = trainer, module, measurements
+        self._options, self._compile, self._give_up = options, compile, give_up
         self._logs = logs  # whether the statistics go to the loggers
         self._host_reads = HostReads(module)
         several_ranks = isinstance(strategy, SEVERAL_RANKS)  # one of them cannot turn to Lightning's step by itself
@@ -121,7 +117,7 @@ class Fit:
         # What asks the device comes last: an error of the device may be why the fit ends.
         self._give_scaler_back()
         if self._step is not None:
-            self._step.close()
+            self._step.engine.close()
 
     def _give_scaler_back(self) -> None:
         lightning = self._lightning_scaler
@@ -132,7 +128,7 @@ class Fit:
 
     def kernel_tables(self) -> list[KernelTable]:
         """Return the names of the kernels of all graphs so far."""
-        return [] if self._step is None else self._step.kernel_tables()
+        return [] if self._step is None else self._step.engine.kernel_tables() or []
 
     def report(self) -> Report:
         """Return what happened to the batches so far. Waits for the device."""
@@ -160,7 +156,7 @@ class Fit:
 
     def _make_step(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, clip: Clip) -> None:
         if self._step is not None:
-            self._step.close()
+            self._step.engine.close()
         uses = self._gradient_uses
         free_whole_parameters(self._module)  # of a validation
         ranks = Ranks(model, self.device, captured=self._options.graph != "off")
@@ -205,7 +201,7 @@ class Fit:
         self._gradient_uses.restore_hooks()
         self._give_scaler_back()
         if self._step is not None:
-            self._step.close()
+            self._step.engine.close()
 
     def _training_step(self, *args: Any) -> Any:
         """Take the place of `Strategy.training_step`."""
@@ -247,7 +243,9 @@ class Fit:
             return
         if (self._logs and trainer.loggers) or self._bar is not None:
             step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
-            numbers = {**self._step.figures(), **self._measurements.figures(self.device)}
+            replayed, calls = self._step.engine.counts()
+            numbers = {"graph_replays": float(replayed), "replay_share": replayed / max(1, calls)}
+            numbers.update(self._measurements.figures(self.device))
             self.log(self.statistics.start(step, self.scaler, self._step.grad_norm, numbers))
 
     def log(self, arrived: Sequence[TrainingStatistics]) -> None:

@@ -35,17 +35,11 @@ _COUNT = (
 _RATE = "Log the learning rate with LearningRateMonitor."
 # Attributes that Lightning changes on the host between two batches, and what to write instead of reading them.
 ADVICE = {
-    "global_step": _COUNT,
-    "total_batch_idx": _COUNT,
+    **dict.fromkeys(("global_step", "total_batch_idx"), _COUNT),
     "is_last_batch": _IN_A_HOOK,
-    "optimizers": _RATE,
-    "lr_schedulers": _RATE,
-    "lr_scheduler_configs": _RATE,
-    "callback_metrics": _IN_A_HOOK,
-    "logged_metrics": _IN_A_HOOK,
-    "progress_bar_metrics": _IN_A_HOOK,
-    "logger": f"Use self.log. {_IN_A_HOOK}",
-    "loggers": f"Use self.log. {_IN_A_HOOK}",
+    **dict.fromkeys(("optimizers", "lr_schedulers", "lr_scheduler_configs"), _RATE),
+    **dict.fromkeys(("callback_metrics", "logged_metrics", "progress_bar_metrics"), _IN_A_HOOK),
+    **dict.fromkeys(("logger", "loggers"), f"Use self.log. {_IN_A_HOOK}"),
 }
 _IN_A_BUFFER = "Make it a buffer, and change the buffer in place."
 _CONTAINERS = (list, dict, set)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._capture.graph.cache import Rebuilt
 from .._errors import AmpkitWarning
 from .._torch.tensors.tree import tree_flatten
-from .._undo import Undo
+from .._undo import Undo, replace
 from ._host_state import HOOK_BEHIND
 
 _MAX_CONSTANTS = 64  # eager steps may log a new number each time, which must not fill the memory
@@ -59,13 +59,8 @@ def recorded(module: nn.Module, forwarder: "LogForwarder") -> Iterator[list[LogC
     forwarder makes the calls if the step reads what it has logged: see `catch_up`.
     """
     recorder = _LogRecorder(forwarder)
-    attributes = vars(module)
     with Undo() as undo:
-        if "log" in attributes:
-            undo.note(attributes.update, {"log": attributes["log"]})
-        else:
-            undo.note(attributes.pop, "log", None)
-        attributes["log"] = recorder
+        replace(undo, module, "log", recorder)
         yield recorder.calls
 
 

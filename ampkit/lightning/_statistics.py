@@ -1,14 +1,13 @@
 """Loss scale, skipped steps, gradient norm and speed for the loggers, read late enough that nothing waits."""
 
-import math
-import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._capture.graph.timing import Clock, milliseconds
 from .._optimizer.scaler import GradScaler
 
 _MOST_PENDING = 64  # each holds a few bytes of pinned memory
@@ -34,12 +33,15 @@ class StatisticsReader:
     _processes: int  # how many train on batches of this size
     samples: int = 0  # that this process has trained on since the interval began, counted by the caller
     batches: int = 0  # that these samples were in
-    interval_start: "_Timestamp | None" = None  # None while the time does not count; the caller may set it to None
+    interval_start: Any = None  # a mark of the clock; None while the time does not count; the caller may set it to None
     _pending: "deque[_PendingStatistics]" = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._clock = Clock(self._device if self._device.type == "cuda" else None)
 
     def start_timing(self) -> None:
         """Begin an interval now."""
-        self.interval_start, self.samples, self.batches = _Timestamp(self._device), 0, 0
+        self.interval_start, self.samples, self.batches = self._clock.now(), 0, 0
 
     def start(
         self, step: int, scaler: GradScaler, grad_norm: Tensor | None, numbers: dict[str, float]
@@ -51,7 +53,7 @@ class StatisticsReader:
         arrived = []
         while self._pending and (len(self._pending) > _MOST_PENDING or self._pending[0].has_arrived()):
             arrived.append(self._pending.popleft().read())
-        now = _Timestamp(self._device)
+        now = self._clock.now()
         known = scaler.tensors() if scaler.is_enabled() else {}
         tensors = {"loss_scale": known.get("scale"), "skipped_steps": known.get("skipped"), "grad_norm": grad_norm}
         interval = None
@@ -71,8 +73,8 @@ class StatisticsReader:
 class _Interval(NamedTuple):
     """From one reading to the next: when it began and ended, and what all processes, and this one, did in it."""
 
-    start: "_Timestamp"
-    end: "_Timestamp"
+    start: Any  # a mark of the clock, as the next
+    end: Any
     samples: int
     batches: int
 
@@ -98,32 +100,16 @@ class _PendingStatistics:
 
     def has_arrived(self) -> bool:
         """Return whether `read` waits for nothing."""
-        end = None if self._interval is None else self._interval.end.event
-        return (end is None or end.query()) and (self._copied is None or self._copied.query())
+        timed = self._interval is None or Clock.is_past(self._interval.end)
+        return timed and (self._copied is None or self._copied.query())
 
     def read(self) -> TrainingStatistics:
         if self._copied is not None:
             self._copied.synchronize()
         values = dict(zip(self._names, self._values.tolist(), strict=True))
         if self._interval is not None:
-            start, end = self._interval.start, self._interval.end
-            if end.event is None or start.event is None:
-                seconds = end.seconds - start.seconds
-            else:
-                end.event.synchronize()
-                seconds = start.event.elapsed_time(end.event) / 1000
-            seconds = max(seconds, 1e-9)
+            seconds = max(milliseconds(self._interval.start, self._interval.end) / 1000, 1e-9)
             values["samples_per_second"] = self._interval.samples / seconds
             if self._interval.batches:
                 values["ms_per_step"] = 1000 * seconds / self._interval.batches
         return TrainingStatistics(self._step, {**values, **self._numbers})
-
-
-class _Timestamp:
-    """A point in time. On a GPU it is when the GPU gets there, not when the host queued it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.seconds = math.nan if self.event else time.perf_counter()
-        if self.event is not None:
-            self.event.record(torch.cuda.current_stream(device))

@@ -1,5 +1,6 @@
 """One batch of a Lightning Trainer as one call of the engine: the arguments, the result, and when to stay eager."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,24 +14,28 @@ from torch import Tensor, nn
 
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
-from .._capture.engine.session import Session
-from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
-from .._errors import InputMismatch
+from .._errors import AmpkitWarning, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import torch_class
+from .._step.compile.compile_choice import warmup_of
+from .._step.compile.compiled import CompiledTrainingStep
+from .._step.graphed_step import session_of
 from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
-from .._step.parts.split import COMPILES, StepSplitter
-from .._step.parts.split_update import CapturedUpdate
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
+from .._torch.compile import GraphBreak
 from . import _log_calls
-from ._compiled_step import WARM_UP, CompiledBatchStep, training_step_of
 from ._host_state import HostReads, HostWrites, not_comparable
 from ._trainer_reads import TrainerReads
+
+# Modules that a step in parts leaves to Python.
+_EAGER: dict[type[nn.Module], str] = {
+    LightningModule: "a LightningModule may call self.log, which a replay would leave out"
+}
 
 
 class Clip(NamedTuple):
@@ -56,6 +61,42 @@ class NoLossError(NoStepError):
         super().__init__("training_step returned no loss")
         self.output = output
         self.log_calls = log_calls
+
+
+class CompiledBatchStep(CompiledTrainingStep):
+    """A compiled step whose loss function compiles a part of itself.
+
+    The loss function gets `call` in a call that is compiled: `call(function, module, args, {})` calls
+    `function(module, *args)` as compiled code.
+    """
+
+    def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = self._layout
+        if layout is None or layout.problem:
+            return super()._call_loss(args, kwargs)
+        return self._loss_fn(self._model, *args, **kwargs, call=self._compiled_loss(layout))
+
+    def _say_breaks(self, layout: Any, breaks: list[GraphBreak]) -> None:
+        """Say nothing of `self.log`: its calls are noted outside of compiled code, as Lightning's own would be."""
+        super()._say_breaks(layout, [found for found in breaks if "_LogRecorder" not in found.text])
+
+
+def training_step_of(module: nn.Module, *args: Any) -> Any:
+    """Return what `training_step` returns. This is what is compiled."""
+    return module.training_step(*args)  # type: ignore[operator]  # a LightningModule's
+
+
+def read_compile(compile: str | None, host_reads: HostReads) -> str | None:
+    """Return what to compile with. It is None, with a warning, if `training_step` uses the number of the batch."""
+    if compile is not None and host_reads.reads_index:
+        warnings.warn(
+            f"AmpkitCallback(compile={compile!r}): training_step uses batch_idx, and each number would be compiled by "
+            "itself, so nothing is compiled. Leave batch_idx out, or count batches in a buffer.",
+            AmpkitWarning,
+            stacklevel=2,
+        )
+        return None
+    return compile
 
 
 class TrainerStep:
@@ -86,20 +127,17 @@ class TrainerStep:
         place: OptimizerPlace,
         give_up: Callable[[str], None],
     ) -> None:
-        self._forward, self._context = forward, context
-        self._module = module
+        self._module, self._forward, self._context = module, forward, context
+        self._ranks, self._give_up = ranks, give_up
+        make: Callable[..., TrainingStep] = TrainingStep
         if compile is not None:
-            options = replace(options, warmup=max(options.warmup, WARM_UP))
+            options = replace(options, warmup=warmup_of(options.warmup, compile))
+            raises = options.on_failure == "raise"
+            make = partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
         self._host_reads, self._trainer_reads = host_reads, trainer_reads
         self._captures = options.graph != "off"
         self._calls_to_check = options.warmup if self._captures else 0
-        self._give_up = give_up
-        self._ranks = ranks
-        make: Callable[..., TrainingStep] = TrainingStep
-        if compile is not None:
-            raises = options.on_failure == "raise"
-            make = partial(CompiledBatchStep, compile=compile, name="AmpkitCallback", raises=raises, generators=())
-        self._step = make(
+        self._step = step = make(
             self._loss,
             module,
             optimizer,
@@ -109,7 +147,7 @@ class TrainerStep:
             max_value=clip.value,
             accumulate=1,  # `_loss` divides
             after_step=None,
-            ranks=self._ranks,
+            ranks=ranks,
             device=device,
             capturable=not place.behind,
             place=place,
@@ -119,12 +157,14 @@ class TrainerStep:
         takes_closure = torch_class(optimizer) is None and "closure" in signature(optimizer.step).parameters
         if takes_closure and not scaler.is_enabled():
             # As from Lightning, without a loss scale. Forward and backward have been done: see `ClosureUses`.
-            self._step.closure = (lambda: None,)
-        self._engine = self._make_engine(device, options, place, compile)
+            step.closure = (lambda: None,)
+        state, name = step.state({"model": module}), "AmpkitCallback"
+        self.engine = Engine(
+            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=_EAGER)
+        )
         self._log = _log_calls.LogForwarder(module, device, on_step=True)
-        self._turn = self._engine.turn
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
-        self._window = Window(self._guarded_call, self._engine.run, self._step, 1)
+        self._window = Window(self._guarded_call, self.engine.run, step, 1)
         self._divisor = 1  # of the loss
         self._logged_numbers = _log_calls.LoggedNumbers("training_step")
         self._problem = ""  # found in the calls that are checked
@@ -132,55 +172,12 @@ class TrainerStep:
         self.grad_norm: Tensor | None = None  # of the last window, unscaled, before clipping; None if not computed
         self.backward_done = False  # whether the last call did a backward, so that Lightning must not do it again
 
-    def _make_engine(
-        self, device: torch.device, options: Options, place: OptimizerPlace, compile: str | None
-    ) -> Engine:
-        state = self._step.state({"model": self._module})
-        session = Session(
-            fn=self._step,
-            captured=self._step.captured,
-            state=state,
-            device=device,
-            options=options,
-            ranks=self._ranks,
-            name="AmpkitCallback",
-            whole=self._step.whole,
-            optimizer=place,
-            watching=self._step.watching,
-            one_argument=True,
-            untimed=1 if compile is None else 2,
-            splitter=StepSplitter(
-                self._step,
-                self._module.named_modules,
-                CapturedUpdate(self._step, state, options, "AmpkitCallback"),
-                options,
-                self._ranks,
-                device,
-                why_never="" if compile is None else COMPILES,
-                eager={LightningModule: "a LightningModule may call self.log, which a replay would leave out"},
-            ),
-        )
-        return Engine(session)
-
-    def kernel_tables(self) -> list[KernelTable]:
-        """Return the names of the kernels of all graphs so far."""
-        return self._engine.kernel_tables() or []
-
-    def figures(self) -> dict[str, float]:
-        """Return how many batches were replayed so far, and their share of all."""
-        replayed, calls = self._engine.counts()
-        return {"graph_replays": float(replayed), "replay_share": replayed / max(1, calls)}
-
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
         skipped = self._step.scaler.skipped
-        report = self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+        report = self.engine.report(0 if skipped is None else int(skipped.item()))  # sync
         report = replace(report, **self._step.compiled())
         return replace(report, failure=self._why_eager) if self._why_eager else report
-
-    def close(self) -> None:
-        """Release the graphs."""
-        self._engine.close()
 
     def __call__(self, place: BatchPlace, batch: Any, *further_args: Any) -> Any:
         """Do the part of the step that belongs to this batch. Return what `training_step` returned, detached.
@@ -194,12 +191,12 @@ class TrainerStep:
         in_window = Place(place.first, place.last, (*self._host_reads.parts(place.epoch), divisor))
         try:
             try:
-                out = self._turn.call(self._window.run, (batch,), {}, in_window)
+                out = self.engine.turn.call(self._window.run, (batch,), {}, in_window)
             except InputMismatch as error:
                 self._stay_eager(not_comparable(batch) or str(error))
-                out = self._turn.call(self._window.run, (batch,), {}, in_window)
+                out = self.engine.turn.call(self._window.run, (batch,), {}, in_window)
         except NoLossError as none:
-            return self._turn.call(self._without_loss, none, place.last)
+            return self.engine.turn.call(self._without_loss, none, place.last)
         if place.last:
             self.grad_norm = out.grad_norm
         self.backward_done = True
@@ -228,18 +225,18 @@ class TrainerStep:
             if not self._ranks.agree(not self._problem):
                 self._stay_eager(self._problem or self._ranks.other_found)
             elif not self._why_eager:
-                self._window.call = self._engine
+                self._window.call = self.engine
         return part
 
     def _call_or_stay_eager(self, phase: Phase, batch: Any) -> PartOfStep:
         if not self._why_eager:
             try:
-                return self._engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
+                return self.engine((batch,), {}, phase)  # type: ignore[no-any-return]  # what the step returns
             except InputMismatch as error:
                 self._stay_eager(not_comparable(batch) or str(error))
         if self._captures:
             self._ranks.decide(wants=False, can=True, settled=True)  # other ranks may vote in this call
-        return self._engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
+        return self.engine.run("cannot be captured", lambda: self._step.whole(phase, batch))  # type: ignore[no-any-return]  # what the step returns
 
     def _loss(
         self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
@@ -272,6 +269,6 @@ class TrainerStep:
         if not self._why_eager:
             self._why_eager = reason
             self._window.call = self._guarded_call
-            self._engine.close()
+            self.engine.close()
             if self._captures:
                 self._give_up(reason)

@@ -376,7 +376,7 @@ def trainer_times(args: argparse.Namespace, device: torch.device, graphed: bool)
         def on_train_batch_start(self, *_: Any) -> None:
             done, self.count = self.count - WARM_UP, self.count + 1
             if done == -WARM_UP // 2 and graphed:
-                ((_, captured),) = callback._fit._step._engine._cache
+                ((_, captured),) = callback._fit._step.engine._cache
                 captured._graph = NoGraph(captured._graph.replay())
             now = time.perf_counter()
             if done > 0 and done % args.calls == 0 and len(self.blocks) < args.blocks:

@@ -8,7 +8,7 @@ import torch
 
 import ampkit
 from ampkit._capture.engine.fallback import StepDoneError
-from ampkit._optimizer.preparation import Prepared
+from ampkit._optimizer.device_step import Prepared
 from ampkit._step.training_step import PartOfStep, Phase, StepOutput
 from ampkit._step.window import NoStepError, Place, Window
 

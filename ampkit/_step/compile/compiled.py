@@ -19,7 +19,7 @@ from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
 from ..._errors import AmpkitWarning, CaptureError
 from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
-from ..._optimizer.preparation import Prepared
+from ..._optimizer.device_step import Prepared
 from ..._optimizer.step_kind import why_not_capturable
 from ..._text import ProgressBar, dtype_name
 from ..._torch.compile import (

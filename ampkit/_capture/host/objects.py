@@ -280,15 +280,11 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
             yield from _tables(each)
     elif kind is ContextVar:
         yield _one_entry(_ContextValue(owner))
-    elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
-        own = own_table(owner) or {}
-        yield id(own), True, own, list(own.items())
+    elif issubclass(kind, Tensor) or (issubclass(kind, ModuleType) and is_users_file(file_of_module(owner))):
+        if own := own_table(owner):
+            yield id(own), True, own, list(own.items())
     elif issubclass(kind, type):
         yield from _of_classes(owner, set())
-    elif issubclass(kind, Tensor):
-        attributes = own_table(owner)
-        if attributes:
-            yield id(attributes), True, attributes, list(attributes.items())
     elif is_plain(owner) or is_closed(owner):
         return
     elif issubclass(kind, dict):

@@ -157,32 +157,7 @@ class Reading(NamedTuple):
     tensors: list[Tensor]  # those that variables and attributes lead to, where `place_of` counts
 
 
-class _Methods:
-    """The methods that the user's own classes of modules have.
-
-    Code that is written anew, as by IPython's autoreload, changes functions in place.
-    """
-
-    key = ("methods",)  # of what is noted of them
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
-        pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
-        self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
-        self.functions = [function for _, _, function in self._found]
-
-    def found(self) -> dict[str, Any]:
-        """Return what is noted of each of them, by its name."""
-        return {
-            f"{module_name(kind)}.{qualified_name(kind)}.{name}": _parts_of(each) for kind, name, each in self._found
-        }
-
-    def readers(self) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
-        """Yield functions that read what this depends on, and what to pass to them."""
-        for kind in dict.fromkeys(kind for kind, _, _ in self._found):
-            yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
-
-
+_METHODS = ("methods",)  # the key of what is noted of the methods of the user's own classes of modules
 _PROFILED = (
     "A profiler runs, as cProfile, and before Python 3.12 there is one at a time. So all that the methods of modules "
     "could read is compared. Let it run from the first replay on, or write into such attributes elsewhere."
@@ -341,30 +316,31 @@ class Reads:
         is_read, paths = self._names.has_somewhere, functools.cache(paths)
 
         def name(key: Key) -> str:
-            if key == methods.key:
+            if key == _METHODS:
                 return "the method "
             return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
 
         def was_looked_at(key: Key, text: str) -> bool:
-            if key == methods.key:
+            if key == _METHODS:
                 return False
             if len(key) != 2:
                 return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
             is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
             return is_there and all(map(names.has_somewhere, IDENTIFIER.findall(text)))
 
-        methods = _Methods(kinds)
-        found[methods.key] = methods.found()
+        methods = list(_users_methods(kinds))
+        found[_METHODS] = {text: _parts_of(function) for _, _, text, function in methods}
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
-        for table, key in chain.from_iterable(source.way for source in sources):
+        on_ways = chain.from_iterable(source.way for source in sources)
+        for table, key in chain(on_ways, ((table, name) for table, name, _, _ in methods)):
             ways.setdefault(id(table), (table, {}))[1][key] = None
         readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
         on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        called = [value for source in sources if (value := _users_function(source.value))] + methods.functions
+        called = [value for source in sources if (value := _users_function(source.value))]
+        called += [function for *_, function in methods]
         readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
-        readers += methods.readers()
         roots = [path.root for path in compared.values()]
         missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
         readers += [(_is_there(root.name), root.owner) for root in missing]
@@ -452,6 +428,18 @@ class Reads:
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
+
+
+def _users_methods(kinds: Iterable[type]) -> Iterator[tuple[Any, str, str, FunctionType]]:
+    """Yield the methods of the user's own classes: the `__dict__`, the name, how messages name it, and the function.
+
+    Code that is written anew, as by IPython's autoreload, changes functions in place.
+    """
+    for kind in dict.fromkeys(chain.from_iterable(map(bases_of, kinds))):
+        table = class_table(kind)
+        for name, value in table.items():
+            if function := _users_function(value):
+                yield table, name, f"{module_name(kind)}.{qualified_name(kind)}.{name}", function
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:

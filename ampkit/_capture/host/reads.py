@@ -331,8 +331,7 @@ class Reads:
         methods = list(_users_methods(kinds))
         found[_METHODS] = {text: _parts_of(function) for _, _, text, function in methods}
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
-        on_ways = chain.from_iterable(source.way for source in sources)
-        for table, key in chain(on_ways, ((table, name) for table, name, _, _ in methods)):
+        for table, key in (*chain.from_iterable(source.way for source in sources), *(each[:2] for each in methods)):
             ways.setdefault(id(table), (table, {}))[1][key] = None
         readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
         inside = [holder for source in sources for holder in source.holders]

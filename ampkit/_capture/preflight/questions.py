@@ -102,7 +102,7 @@ class QuestionRecorder:
         device: torch.device,
         leaves: Sequence[Any],
         is_constant: Callable[[Tensor], bool],
-        is_drawn: Callable[[Tensor], bool],
+        is_drawn: Callable[[Tensor], object],
         *,
         cuts: bool,
     ) -> None:

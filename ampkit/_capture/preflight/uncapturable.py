@@ -160,9 +160,7 @@ def _reads(call: OperationCall, watched: Watched) -> Iterator[Problem]:
 
 def _decides(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
-    condition = (
-        call.args[0] if call.kind.name == "cond" else call.args[2]
-    )  # those of a loop are computed from its state
+    condition = call.args[0 if call.kind.name == "cond" else 2]  # those of a loop are computed from its state
     if watched.has(condition):
         yield Problem(f"torch.{call.kind.name} waits for the device to read its condition", _DECIDE, whole_line=True)
 

@@ -169,7 +169,7 @@ def _position(file: Any) -> int:
 
 
 FileClass = io.IOBase.__mro__[1]  # of all files; unlike `IOBase`, it runs no code to tell them
-_HAS_FILE = (type(csv.writer(io.StringIO())), type(csv.reader(())))  # written in C
+_AROUND_OTHERS = (MappingProxyType, type(csv.writer(io.StringIO())), type(csv.reader(())))  # a dict, files; in C
 _LINES = itertools.count(1)
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
@@ -273,9 +273,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
     kind = type(owner)
     if issubclass(kind, MethodType) or (kind is BuiltinMethodType and type(owner.__self__) is not ModuleType):
         yield from _tables(owner.__self__)
-    elif kind is MappingProxyType:
-        yield from _tables(gc.get_referents(owner)[0])
-    elif kind in _HAS_FILE:
+    elif kind in _AROUND_OTHERS:
         for each in gc.get_referents(owner):
             yield from _tables(each)
     elif kind is ContextVar:

@@ -21,7 +21,7 @@ from ..host.constants import MOST_ENTRIES
 from ..host.replaced import replace_here
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import DrawnNumber, is_compared_at_once
-from .uncapturable import DRAW_ON_DEVICE, Problem
+from .uncapturable import HOST_DRAW, Problem
 
 wraps_operations(__file__)
 
@@ -263,7 +263,7 @@ class DrawRecorder:
         refused = self._used & self._learned if self._emulated else self._used
         found = [(held.problem, held.place) for held in self._held_back if held.draws & refused]
         if refused and not found:
-            found = [(_HOST_DRAW, SourceLocation())]
+            found = [(HOST_DRAW, SourceLocation())]
         self.refused = [(problem._replace(advice=f"{problem.advice} {_COMPARE}"), place) for problem, place in found]
         if not refused:
             if repeats(path, self._start, torch.default_generator.get_state()):
@@ -273,7 +273,6 @@ class DrawRecorder:
                 self.refused = [(_UNREPEATABLE, place)]
 
 
-_HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
 _UNREPEATABLE = Problem(
     "draws random numbers on the host in a way that cannot be repeated ahead of the step: something that is not seen "
     "draws too (compiled code, another thread), or the generator is put back, as checkpointing does",

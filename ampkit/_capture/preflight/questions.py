@@ -117,12 +117,11 @@ class QuestionRecorder:
         self._numbers: list[Any] = []
         self._written_at: set[int] = set()
         self._early_at: frozenset[int] = frozenset()
-        self._made_at: set[int] = set()  # and what the arguments lie in
         self._there: dict[int, torch.UntypedStorage] = {}  # what was written, and was there before
         self._early: dict[int, torch.UntypedStorage] = {}
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
-        self._made_at.update(shared)
+        self._made_at = set(shared)  # and what the arguments lie in
         for number, leaf in tensors:
             # Of arguments that share memory it cannot be told which one is asked about.
             if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
@@ -189,16 +188,9 @@ class QuestionRecorder:
                     slots[number] = count
                     count += results
             segments.append(Segment(tuple(operations), NumberRead(_with_slots(source, slots), bool), answer))
-        path, written = DrawPath((*segments, Segment((), None))), frozenset(self._written_at)
-        return AskedPath(
-            path,
-            tuple(self._questions),
-            tuple(self._answers),
-            tuple(self._numbers),
-            self._early_at,
-            written,
-            self._early,
-        )
+        path = DrawPath((*segments, Segment((), None)))
+        told = tuple(self._questions), tuple(self._answers), tuple(self._numbers)
+        return AskedPath(path, *told, self._early_at, frozenset(self._written_at), self._early)
 
     def knows_number(self, call: OperationCall) -> bool:
         """Return whether an operation reads a number that is always the same. To be called with each operation."""

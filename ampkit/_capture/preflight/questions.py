@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +65,7 @@ class Question(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     cuts: bool  # whether the graph is cut there. Otherwise it is asked ahead
-    known: bool | None = None  # the answer, where that is always the same
+    known: bool | None  # the answer, where that is always the same
 
 
 class AskedPath(NamedTuple):
@@ -76,10 +75,9 @@ class AskedPath(NamedTuple):
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
-    early_at: frozenset[int] = frozenset()  # addresses of memory that operations have written by the last cut
-    written_at: frozenset[int] = frozenset()  # and in all of the call
-    # By address: what was written by the last cut, and was there before the call.
-    early: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
+    early_at: frozenset[int]  # addresses of memory that operations have written by the last cut
+    written_at: frozenset[int]  # and in all of the call
+    early: Mapping[int, torch.UntypedStorage]  # by address: what was written by the last cut, and was there before
 
     def is_like(self, other: "AskedPath") -> bool:
         """Return whether another call has asked the same, with the same answers."""

@@ -128,8 +128,13 @@ def texts_loaded(code: CodeType) -> Sequence[tuple[str, int, int]]:
 
 def line_of(place: CodePlace) -> tuple[str, int]:
     """Return the file and the number of the line that an instruction is made from."""
-    starts = [line for start, _, line in place.code.co_lines() if start <= place.first and line is not None]
+    starts = [line for offset, line in _line_starts(place.code) if offset <= place.first and line is not None]
     return place.code.co_filename, starts[-1] if starts else place.code.co_firstlineno
+
+
+@functools.lru_cache(maxsize=1024)
+def _line_starts(code: CodeType) -> Sequence[tuple[int, int | None]]:
+    return tuple(dis.findlinestarts(code))
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

@@ -22,7 +22,6 @@ from .constants import ABSENT, CLOSED_PACKAGES, bases_of, is_plain, is_write, mo
 from .executed import Executed
 from .objects import HeldTable, any_name, holders
 
-# The code of torch's modules reads their attributes. Other code of torch is given values, and has names in abundance.
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 _PACKAGES = f"-packages{os.sep}"
 KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # what each module has
@@ -36,7 +35,7 @@ class Origin(Enum):
     """Whose code a function is. It decides which of its names count."""
 
     USERS = "the user's"
-    MODULES = "torch's modules"  # other code of torch is given values, and has names in abundance
+    MODULES = "torch's modules"  # it reads their attributes; other code of torch is given values, and has many names
     PACKAGE = "an installed package's"
     PYTHON = "Python's library's, or made by it"  # as the methods of named tuples
     OTHERS = "torch's or ampkit's"  # or that of a package whose attributes are compared elsewhere, or generated
@@ -250,9 +249,8 @@ class _Before:
 def is_looked_into(module: nn.Module) -> bool:
     """Return whether the attributes of a module are compared. DistributedDataParallel keeps notes about a step in
     attributes, and metrics are updated between steps."""
-    return not any(
-        module_name(base).startswith(("torch.nn.parallel.", "torchmetrics.")) for base in bases_of(type(module))
-    )
+    packages = map(module_name, bases_of(type(module)))
+    return not any(name.startswith(("torch.nn.parallel.", "torchmetrics.")) for name in packages)
 
 
 def _changed_keys(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:

@@ -239,10 +239,8 @@ def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
 
 
 def _is_subscript(instruction: dis.Instruction) -> bool:
-    # In Python 3.14 it is a binary operation.
-    return instruction.opname == "BINARY_SUBSCR" or (
-        instruction.opname == "BINARY_OP" and instruction.argrepr.startswith("[")
-    )
+    name = instruction.opname  # in Python 3.14 that of a binary operation
+    return name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr.startswith("["))
 
 
 _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
@@ -308,8 +306,7 @@ class Functions:
         is_given = is_given and code in self._by_code
         functions = self.with_code(code, is_given=is_given)
         for found in gc.get_referrers(*functions) if functions and not is_given else ():
-            if type(found) in _CALLED:
-                self.note(found)
+            self.note(found)
         methods = [found for found in self._seen.values() if type(found) is MethodType and found.__func__ in functions]
         for found in gc.get_referrers(*methods) if methods and not is_given else ():
             self.note(found)

@@ -355,21 +355,16 @@ class HostConstants(tuple[HostConstant, ...]):
     def __str__(self) -> str:
         # The path of a file as one begins to read it: in its package, or where Python runs.
         packages = f"-packages{os.sep}"
-        kinds = ("value", *[name for name in ("not compared",) if self.compared < len(self)])
-        rows = [
-            (
-                each.path,
-                each.value,
-                each.line.rpartition(packages)[2].removeprefix(f"{os.getcwd()}{os.sep}"),
-                *[each.not_compared][: len(kinds) - 1],
-            )
-            for each in self
-            if not each.is_code or each.not_compared
-        ]
+        rows = [("path", "value", "read in", "not compared")]
+        for each in self:
+            if not each.is_code or each.not_compared:
+                line = each.line.rpartition(packages)[2].removeprefix(f"{os.getcwd()}{os.sep}")
+                rows.append((each.path, each.value, line, each.not_compared))
+        columns = 4 if self.compared < len(self) else 3
         code = dict.fromkeys(each.path for each in self if each.is_code and not each.not_compared)
         lines = [f"{len(self)} values of the host, {self.compared} of them compared in each call"]
-        if rows:
-            lines += grid([("path", kinds[0], "read in", *kinds[1:]), *rows], texts=len(kinds) + 2)
+        if len(rows) > 1:
+            lines += grid([row[:columns] for row in rows], texts=columns)
         return "\n".join([*lines, *([f"and functions, classes and modules: {', '.join(code)}"] if code else [])])
 
 

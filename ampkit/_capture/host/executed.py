@@ -94,18 +94,15 @@ class Executed:
 
     def has(self, place: CodePlace) -> bool:
         """Return whether an instruction has been executed."""
-        executed = self._seen.get(place.code, set()) if self.knows(place.code) else None
-        return executed is None or not executed.isdisjoint(range(place.first, place.last + 1))
+        return not (self.knows(place.code) and self._seen[place.code].isdisjoint(range(place.first, place.last + 1)))
 
     def names(self, code: CodeType, candidates: Set[str]) -> dict[str, CodePlace]:
         """Return those of some names and texts that code has read attributes by, or loaded, and where it did so."""
-        found = {} if self.knows(code) else dict.fromkeys(candidates, CodePlace(code, 0, 0))
-        seen = set[str]()
+        found: dict[str, CodePlace] = {}
         for name, first, last in texts_loaded(code):
-            if name in candidates and name not in seen and self.has(place := CodePlace(code, first, last)):
+            if name in candidates and name not in found and self.has(place := CodePlace(code, first, last)):
                 found[name] = place
-                seen.add(name)
-        return found
+        return found if self.knows(code) else {**dict.fromkeys(candidates, CodePlace(code, 0, 0)), **found}
 
     def _see_whether_it_was_ended(self) -> None:
         """See whether the call has ended the tracing, as tools do that set a trace function from C."""

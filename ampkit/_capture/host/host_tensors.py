@@ -40,34 +40,34 @@ class HostTensors:
     go on with the value that it had in the capture, though the tensor was changed in place since.
     """
 
-    _memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # kept, so that the addresses stay theirs
-    _lines: dict[int, str] = field(default_factory=dict)
+    # By address, each with the line that reads it. They are kept, so that the addresses stay theirs.
+    _memory: dict[int, tuple[torch.UntypedStorage, str]] = field(default_factory=dict)
 
     def note(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
         """Compare these tensors from now on, which the lines read."""
         for tensor, line in tensors:
             storage, address = storage_of(tensor), storage_address(tensor)
             if storage is not None and address and storage.nbytes() <= MOST_BYTES and len(self._memory) < _MOST:
-                self._memory.setdefault(address, storage)
-                self._lines.setdefault(address, line)
+                self._memory.setdefault(address, (storage, line))
 
     def constants(self) -> Iterator[HostConstant]:
         """Yield a row for each of them."""
-        for address, storage in self._memory.items():
-            place, _, source = self._lines[address].partition(": ")
+        for storage, line in self._memory.values():
+            place, _, source = line.partition(": ")
             yield HostConstant(f"a tensor on the host in {source}", f"{storage.nbytes()} bytes", place)
 
     def forget(self) -> None:
         """Compare nothing any more."""
-        self._memory, self._lines = {}, {}
+        self._memory = {}
 
     def bytes_now(self) -> list[bytes]:
         """Return what the tensors hold."""
-        return [ctypes.string_at(storage.data_ptr(), storage.nbytes()) for storage in self._memory.values()]
+        return [ctypes.string_at(storage.data_ptr(), storage.nbytes()) for storage, _ in self._memory.values()]
 
     def values(self) -> HostValues:
         """Return the same, with what belongs to it."""
-        return HostValues(dict(zip(self._memory, self.bytes_now(), strict=True)), dict(self._lines))
+        lines = {address: line for address, (_, line) in self._memory.items()}
+        return HostValues(dict(zip(self._memory, self.bytes_now(), strict=True)), lines)
 
 
 def is_on_host(tensor: Tensor, device: torch.device) -> bool:

@@ -38,11 +38,13 @@ from .constants import (
     is_in_order,
     is_number,
     is_plain,
+    module_name,
     noted,
     number_text,
     own_table,
     package_name,
     qualified_name,
+    reference,
 )
 
 _FIELD = type(NamedTuple("_", [("field", int)]).__dict__["field"])  # how a named tuple gives an entry by its name
@@ -169,7 +171,7 @@ def _position(file: Any) -> int:
 
 
 FileClass = io.IOBase.__mro__[1]  # of all files; unlike `IOBase`, it runs no code to tell them
-_HAS_FILE = (type(csv.writer(io.StringIO())), type(csv.reader(())))  # written in C
+_AROUND_OTHERS = (MappingProxyType, type(csv.writer(io.StringIO())), type(csv.reader(())))  # a dict, files; in C
 _LINES = itertools.count(1)
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
@@ -260,6 +262,21 @@ def holds_others(value: Any) -> bool:
     return any(True for _ in _tables(value))
 
 
+def noted_inside(value: Any, *, of_module: bool) -> Any:
+    """Return what is compared of a value: of one that is looked into, only its class.
+
+    The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
+    """
+    if is_plain(value):
+        return noted(value)
+    looked_into = holds_others(value)
+    if not of_module and looked_into and not issubclass(type(value), (dict, list)) and not is_array(value):
+        # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
+        module = sys.modules.get(module_name(type(value)))
+        looked_into = module is None or "-packages" not in file_of_module(module)
+    return type(value) if looked_into else reference(value)
+
+
 def _may_change_inside(value: Any) -> bool:
     """Return whether a value is a container, or another object that is looked into, and not compared itself."""
     return issubclass(type(value), (list, tuple, deque, dict, set, frozenset)) or is_array(value) or holds_others(value)
@@ -273,22 +290,16 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
     kind = type(owner)
     if issubclass(kind, MethodType) or (kind is BuiltinMethodType and type(owner.__self__) is not ModuleType):
         yield from _tables(owner.__self__)
-    elif kind is MappingProxyType:
-        yield from _tables(gc.get_referents(owner)[0])
-    elif kind in _HAS_FILE:
+    elif kind in _AROUND_OTHERS:
         for each in gc.get_referents(owner):
             yield from _tables(each)
     elif kind is ContextVar:
         yield _one_entry(_ContextValue(owner))
-    elif issubclass(kind, ModuleType) and is_users_file(file_of_module(owner)):
-        own = own_table(owner) or {}
-        yield id(own), True, own, list(own.items())
+    elif issubclass(kind, Tensor) or (issubclass(kind, ModuleType) and is_users_file(file_of_module(owner))):
+        if own := own_table(owner):
+            yield id(own), True, own, list(own.items())
     elif issubclass(kind, type):
         yield from _of_classes(owner, set())
-    elif issubclass(kind, Tensor):
-        attributes = own_table(owner)
-        if attributes:
-            yield id(attributes), True, attributes, list(attributes.items())
     elif is_plain(owner) or is_closed(owner):
         return
     elif issubclass(kind, dict):
@@ -387,6 +398,30 @@ def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
     if issubclass(type(key), type):
         return f"{path}[{qualified_name(key)}]"
     return f"{path}[{number_text(key) if is_number(key) else value_text(key) or object.__repr__(key)}]"
+
+
+def users_methods(kinds: Iterable[type]) -> Iterator[tuple[Any, str, str, FunctionType]]:
+    """Yield the methods of the user's own classes: the `__dict__`, the name, how messages name it, and the function.
+
+    Code that is written anew, as by IPython's autoreload, changes functions in place.
+    """
+    for kind in dict.fromkeys(chain.from_iterable(map(bases_of, kinds))):
+        table = class_table(kind)
+        for name, value in table.items():
+            if function := users_function(value):
+                yield table, name, f"{module_name(kind)}.{qualified_name(kind)}.{name}", function
+
+
+def users_function(value: Any) -> FunctionType | None:
+    """Return the function of the user's that a value is, or a method or property has; None if it has none."""
+    found = unbound(value)
+    return found if type(found) is FunctionType and is_users_file(found.__code__.co_filename) else None
+
+
+def noted_function(function: FunctionType) -> tuple[Any, ...]:
+    """Return what is noted of a function: its code, and what its arguments are by default."""
+    by_name = function.__kwdefaults__ or {}
+    return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))
 
 
 @dataclass(eq=False)

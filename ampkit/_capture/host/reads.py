@@ -55,7 +55,6 @@ import contextlib
 import functools
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
@@ -66,9 +65,9 @@ from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
-from ..._user_line import is_users_file, line_text
+from ..._user_line import line_text
 from .calls import IDENTIFIER, KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
-from .code import Scope, functions_of, unbound
+from .code import Scope, functions_of
 from .constants import (
     ABSENT,
     MOST_ENTRIES,
@@ -80,25 +79,17 @@ from .constants import (
     ReadValues,
     TensorReference,
     around_entries,
-    bases_of,
-    class_table,
     constant,
     different,
-    file_of_module,
     getter,
-    is_array,
     is_closed,
     is_plain,
     is_write,
-    module_name,
-    noted,
     own_table,
     package_name,
-    qualified_name,
-    reference,
 )
 from .executed import Executed
-from .objects import File, HeldTable, any_name, holders, holds_others
+from .objects import File, HeldTable, any_name, holders, noted_function, noted_inside, users_function, users_methods
 from .opened_files import seeing_opened_files
 from .profiling import seeing_calls
 from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
@@ -121,9 +112,9 @@ class _Source(NamedTuple):
         """Return what is noted of the values, by what is written behind the text: numbers, texts and functions
         themselves, a weak reference of a tensor and of an object that is not looked into, and the class of others."""
         with without_torch_function():
-            found = {} if self.value is ABSENT else {"": _noted(self.value, of_module=len(self.key) == 2)}
-            if function := _users_function(self.value):
-                found["()"] = _parts_of(function)
+            found = {} if self.value is ABSENT else {"": noted_inside(self.value, of_module=len(self.key) == 2)}
+            if function := users_function(self.value):
+                found["()"] = noted_function(function)
             for holder in self.holders:
                 classes = {holder.texts[key]: type(holder.table[key]) for key in holder.inner}
                 found = {**classes, **found, **holder.found()}
@@ -157,32 +148,7 @@ class Reading(NamedTuple):
     tensors: list[Tensor]  # those that variables and attributes lead to, where `place_of` counts
 
 
-class _Methods:
-    """The methods that the user's own classes of modules have.
-
-    Code that is written anew, as by IPython's autoreload, changes functions in place.
-    """
-
-    key = ("methods",)  # of what is noted of them
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        bases = dict.fromkeys(chain.from_iterable(map(bases_of, kinds)))
-        pairs = ((kind, name, unbound(value)) for kind in bases for name, value in class_table(kind).items())
-        self._found = [(kind, name, function) for kind, name, function in pairs if _users_function(function)]
-        self.functions = [function for _, _, function in self._found]
-
-    def found(self) -> dict[str, Any]:
-        """Return what is noted of each of them, by its name."""
-        return {
-            f"{module_name(kind)}.{qualified_name(kind)}.{name}": _parts_of(each) for kind, name, each in self._found
-        }
-
-    def readers(self) -> Iterator[tuple[Callable[[Any], tuple[Any, ...]], Any]]:
-        """Yield functions that read what this depends on, and what to pass to them."""
-        for kind in dict.fromkeys(kind for kind, _, _ in self._found):
-            yield getter([name for each, name, _ in self._found if each is kind]), class_table(kind)
-
-
+_METHODS = ("methods",)  # the key of what is noted of the methods of the user's own classes of modules
 _PROFILED = (
     "A profiler runs, as cProfile, and before Python 3.12 there is one at a time. So all that the methods of modules "
     "could read is compared. Let it run from the first replay on, or write into such attributes elsewhere."
@@ -300,8 +266,8 @@ class Reads:
             found = set[Place]()
             for key, text in places:
                 around = around_entries(text)
-                is_table = around == "" and any(map(_is_table, paths[key].values()[-1:]))
-                found.add((key, around if around or is_table else text))
+                is_inside = around or any(issubclass(type(value), (dict, list)) for value in paths[key].values()[-1:])
+                found.add((key, around if is_inside else text))
             return found
 
         # A function may read what another one has written before it was called: then only a later call shows that.
@@ -345,30 +311,30 @@ class Reads:
         is_read, paths = self._names.has_somewhere, functools.cache(paths)
 
         def name(key: Key) -> str:
-            if key == methods.key:
+            if key == _METHODS:
                 return "the method "
             return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
 
         def was_looked_at(key: Key, text: str) -> bool:
-            if key == methods.key:
+            if key == _METHODS:
                 return False
             if len(key) != 2:
                 return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
             is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
             return is_there and all(map(names.has_somewhere, IDENTIFIER.findall(text)))
 
-        methods = _Methods(kinds)
-        found[methods.key] = methods.found()
+        methods = list(users_methods(kinds))
+        found[_METHODS] = {text: noted_function(function) for _, _, text, function in methods}
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
-        for table, key in chain.from_iterable(source.way for source in sources):
+        for table, key in (*chain.from_iterable(source.way for source in sources), *(each[:2] for each in methods)):
             ways.setdefault(id(table), (table, {}))[1][key] = None
         readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
         inside = [holder for source in sources for holder in source.holders]
         readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
         on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        called = [value for source in sources if (value := _users_function(source.value))] + methods.functions
+        called = [value for source in sources if (value := users_function(source.value))]
+        called += [function for *_, function in methods]
         readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
-        readers += methods.readers()
         roots = [path.root for path in compared.values()]
         missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
         readers += [(_is_there(root.name), root.owner) for root in missing]
@@ -460,34 +426,3 @@ class Reads:
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:
     return lambda table: (name in table,)
-
-
-def _noted(value: Any, *, of_module: bool) -> Any:
-    """Return what is compared of a value: of one that is looked into, only its class.
-
-    The type of an object, and not `isinstance`, tells what it is, since weak proxies may be of objects that are gone.
-    """
-    if is_plain(value):
-        return noted(value)
-    looked_into = holds_others(value)
-    if not of_module and looked_into and not _is_table(value) and not is_array(value):
-        # Code of a package, which is not looked at, may read attributes of its object, or keep the values elsewhere.
-        module = sys.modules.get(module_name(type(value)))
-        looked_into = module is None or "-packages" not in file_of_module(module)
-    return type(value) if looked_into else reference(value)
-
-
-def _is_table(value: Any) -> bool:
-    return issubclass(type(value), (dict, list))
-
-
-def _users_function(value: Any) -> FunctionType | None:
-    """Return the function of the user's that a value is, or a method or property has; None if it has none."""
-    found = unbound(value)
-    return found if type(found) is FunctionType and is_users_file(found.__code__.co_filename) else None
-
-
-def _parts_of(function: FunctionType) -> tuple[Any, ...]:
-    """Return what is noted of a function: its code, and what its arguments are by default."""
-    by_name = function.__kwdefaults__ or {}
-    return tuple(map(noted, (function.__code__, function.__defaults__, *by_name, *by_name.values())))

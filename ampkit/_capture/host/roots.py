@@ -162,9 +162,9 @@ class Notes:
         # written, its length before, and the places of the call.
         self._changed: dict[tuple[Any, ...], tuple[str, Any, Any, Iterable[CodePlace]]] = {}
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
-        # By identity, because dynamo makes code that has no hash: what was called, and what that reads.
-        self._codes: dict[int, CodeType] = {}
-        self._reads: dict[int, dict[Read, list[CodePlace]] | None] = {}  # None: not of the user's code
+        # By identity, because dynamo makes code that has no hash: what was called, and what that reads; None if it is
+        # not of the user's code.
+        self._reads: dict[int, tuple[CodeType, dict[Read, list[CodePlace]] | None]] = {}
         self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
@@ -187,10 +187,9 @@ class Notes:
     def _take(self, frame: FrameType) -> bool:
         """Take note of a function that is called. Return whether other calls of its code are to be noted, too."""
         code = frame.f_code
-        if id(code) not in self._codes:
-            self._codes[id(code)] = code
-            self._reads[id(code)] = self._begin(frame)
-        found = self._reads[id(code)]
+        if id(code) not in self._reads:
+            self._reads[id(code)] = code, self._begin(frame)
+        _, found = self._reads[id(code)]
         if found is None:
             return False
         self._executed.watch(frame)

@@ -33,7 +33,7 @@ from ..._torch.compile import is_compiling
 from ..._torch.tensors.modes import WatchingMode, enter, show_copies_of_numbers, without_modes
 from ..._torch.tensors.operators import INDEXING, LIFT_FRESH, LIST_READS, TO_COPY, OperationCall, kind_of
 from ..._torch.tensors.tensors import storage_address, storage_of
-from ..._undo import Undo
+from ..._undo import Undo, replace
 from ..._user_line import real_frame, running_line, wraps_operations
 from .constants import MOST_ENTRIES
 from .host_tensors import MOST_BYTES, HostTensors
@@ -125,12 +125,12 @@ class Uploads:
         if not self.learns:
             yield
             return
-        self._provenance = provenance
         try:
-            with self._copying(in_operations=True):
+            with Undo() as undo:
+                replace(undo, self, "_provenance", provenance)
+                self._copy_constants(undo, in_operations=True)
                 yield
         finally:
-            self._provenance = None
             self._host_tensors.note(provenance.end())
 
     @contextmanager
@@ -142,23 +142,19 @@ class Uploads:
         if not self._uploaded:
             yield
             return
-        self._captures = captures
-        try:
-            with self._copying(in_operations), Undo() as undo:
-                if in_operations:
-                    enter(undo, _OperandsMode(self))
-                yield
-        finally:
-            self._captures = False
-
-    @contextmanager
-    def _copying(self, in_operations: bool) -> Iterator[None]:
         with Undo() as undo:
+            replace(undo, self, "_captures", captures)
+            self._copy_constants(undo, in_operations)
             if in_operations:
-                show_copies_of_numbers(undo)
-            for owner, name, copied in _COPYING:
-                replace_here(undo, owner, name, functools.partial(copied, self))
+                enter(undo, _OperandsMode(self))
             yield
+
+    def _copy_constants(self, undo: Undo, in_operations: bool) -> None:
+        """Have copies take the place of uploads, until that is undone."""
+        if in_operations:
+            show_copies_of_numbers(undo)
+        for owner, name, copied in _COPYING:
+            replace_here(undo, owner, name, functools.partial(copied, self))
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether this is one of the constants."""

@@ -21,7 +21,7 @@ from ..host.constants import MOST_ENTRIES
 from ..host.replaced import replace_here
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
 from .drawn_number import DrawnNumber, is_compared_at_once
-from .uncapturable import DRAW_ON_DEVICE, Problem
+from .uncapturable import HOST_DRAW, Problem
 
 wraps_operations(__file__)
 
@@ -75,7 +75,8 @@ class DrawRecorder:
         self._start = torch.default_generator.get_state()
         for owner, name, place in (*((owner, name, 0) for owner, name in HOST_COPIES), *LIST_READS):
             replace_here(undo, owner, name, functools.partial(self._use, place))
-        replace_here(undo, Tensor, "__bool__", self._ask)
+        # Of `if tensor:` the host learns no more than whether a number is 0.
+        replace_here(undo, Tensor, "__bool__", functools.partial(self._read, bool))
         replace_here(undo, Tensor, "item", self._item)
 
     # ---------------------------------------------------------------------------------------------------- operations
@@ -85,7 +86,7 @@ class DrawRecorder:
         if threading.get_ident() != self._thread:
             return problems
         op, given = call.op, call.given
-        drawn = frozenset[int]().union(*map(self._draws_in, given)) if self._sources else frozenset[int]()
+        drawn = frozenset[int]().union(*map(self.draws_in, given)) if self._sources else frozenset[int]()
         by_default = call.kind.draws and call.kwargs.get("generator") is None  # the generator of its device
         if by_default and {tensor.device.type for tensor in call.made} == {"cpu"}:
             known = all(map(self._is_known, given))
@@ -193,15 +194,11 @@ class DrawRecorder:
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
-    def _draws_in(self, tensor: Tensor) -> frozenset[int]:
-        """Return which draws are in a tensor."""
+    def draws_in(self, tensor: Tensor) -> frozenset[int]:
+        """Return which draws are in a tensor; where graphs are emulated, also those of the device."""
         if not self._sources or tensor.device.type != "cpu":
             return frozenset()
         return self._sources.get(storage_address(tensor), frozenset())
-
-    def has_drawn(self, tensor: Tensor) -> bool:
-        """Return whether there are draws in a tensor; where graphs are emulated, also draws of the device."""
-        return bool(self._draws_in(tensor))
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Return whether a tensor is made of draws and numbers alone."""
@@ -212,12 +209,12 @@ class DrawRecorder:
         if self._sources:
             given = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
             for tensor in tensors_in(given):
-                self._used |= self._draws_in(tensor)
+                self._used |= self.draws_in(tensor)
         return original(*args, **kwargs)
 
-    def _ask(self, original: Callable[..., Any], tensor: Tensor) -> Any:
-        """Take the place of `Tensor.__bool__`, of which the host learns no more than whether a number is 0."""
-        self._reads = bool
+    def _read(self, of: Callable[..., Any], original: Callable[..., Any], tensor: Tensor) -> Any:
+        """Read a number of which the host makes this."""
+        self._reads = of
         try:
             return original(tensor)
         finally:
@@ -225,17 +222,12 @@ class DrawRecorder:
 
     def _item(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.item`, of which it learns only the outcome of a comparison that follows at once."""
-        draws = self._draws_in(tensor) if isinstance(tensor, Tensor) else frozenset[int]()
+        draws = self.draws_in(tensor) if isinstance(tensor, Tensor) else frozenset[int]()
         geometry = _geometry(tensor) if draws else None
         number = None if geometry is None else self._slots.get(geometry)
         if number is None or not tensor.is_floating_point() or not is_compared_at_once(real_frame()):
             return original(tensor)
-        self._reads = DrawnNumber
-        try:
-            value = original(tensor)
-        finally:
-            self._reads = None
-
+        value = self._read(DrawnNumber, original, tensor)
         self._untold.append(draws)
 
         def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
@@ -261,8 +253,8 @@ class DrawRecorder:
         if not (self._learned if self._emulated else self._draws):
             return
         # What the step returns or keeps.
-        wanted = [tensor for tensor in self._alive if not self._emulated or self._draws_in(tensor) & self._learned]
-        memory = [(StorageWeakRef(tensor.untyped_storage()), self._draws_in(tensor)) for tensor in wanted]
+        wanted = [tensor for tensor in self._alive if not self._emulated or self.draws_in(tensor) & self._learned]
+        memory = [(StorageWeakRef(tensor.untyped_storage()), self.draws_in(tensor)) for tensor in wanted]
         wanted.clear()
         self._alive.clear()
         if not all(reference.expired() for reference, _ in memory):
@@ -271,7 +263,7 @@ class DrawRecorder:
         refused = self._used & self._learned if self._emulated else self._used
         found = [(held.problem, held.place) for held in self._held_back if held.draws & refused]
         if refused and not found:
-            found = [(_HOST_DRAW, SourceLocation())]
+            found = [(HOST_DRAW, SourceLocation())]
         self.refused = [(problem._replace(advice=f"{problem.advice} {_COMPARE}"), place) for problem, place in found]
         if not refused:
             if repeats(path, self._start, torch.default_generator.get_state()):
@@ -281,7 +273,6 @@ class DrawRecorder:
                 self.refused = [(_UNREPEATABLE, place)]
 
 
-_HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
 _UNREPEATABLE = Problem(
     "draws random numbers on the host in a way that cannot be repeated ahead of the step: something that is not seen "
     "draws too (compiled code, another thread), or the generator is put back, as checkpointing does",

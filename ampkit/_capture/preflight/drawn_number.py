@@ -15,14 +15,12 @@ _PUSHES = frozenset(
 _IDLE = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
 
-def is_compared_at_once(frame: FrameType | None) -> bool:
+def is_compared_at_once(frame: FrameType) -> bool:
     """Return whether what a function returns to this frame is only compared there, as in `draw.item() < self.rate`.
 
     C code reads a float without asking it. So the bytecode behind the call must take the number off the stack in a
     comparison, before any other code can have it.
     """
-    if frame is None:
-        return False
     above = 0  # values on the stack above the number
     for instruction in dis.get_instructions(frame.f_code):
         name = instruction.opname

@@ -99,19 +99,18 @@ class HostChanges:
 
         These are numbers, the lengths of lists, dicts and sets, and positions in files.
         """
-        optimizers = list(self._state.optimizers)
-        names = [f"optimizers[{k}]." if len(optimizers) > 1 else "" for k in range(len(optimizers))]
+        declared = self._state.optimizers
+        optimizers = [(f"optimizers[{k}]." if len(declared) > 1 else "", each) for k, each in enumerate(declared)]
         found: dict[str, Any] = {}
-        for prefix, optimizer in zip(names, optimizers, strict=False):  # both grow below
+        for prefix, optimizer in optimizers:  # grows below
             for i, group in enumerate(optimizer.param_groups):
                 found.update((f"{prefix}param_groups[{i}][{key!r}]", group[key]) for key in group if key != "params")
             for name, value in vars(optimizer).items():
-                is_known = name in _of_torch() or any(value is known for known in optimizers)
+                is_known = name in _of_torch() or any(value is known for _, known in optimizers)
                 if is_known or self._may_stop(f"{prefix}{name}"):
                     continue
                 if isinstance(value, Optimizer):  # one around which this one is
-                    optimizers.append(value)
-                    names.append(f"{prefix}{name}.")
+                    optimizers.append((f"{prefix}{name}.", value))
                 elif type(value) in (list, dict, set):
                     found[f"{prefix}{name}"] = len(value)
                 elif issubclass(type(value), FileClass):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from ..._torch.autograd.backward_thread import run_backwards_here
-from ..._torch.compile import COMPILER, never_compile_by_itself
+from ..._torch.compile import COMPILER
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
@@ -169,7 +169,7 @@ class Preflight(WatchingMode):
             self._watch_backward(self._undo)
             self._watch_calls(self._undo)
             for owner, name in getters():
-                replace(self._undo, owner, name, self._reading(getattr(owner, name)))
+                replace_here(self._undo, owner, name, self._read_state)
             for called, owner, name in setters():
                 replace_here(self._undo, owner, name, functools.partial(self._set_generator, called))
             receive(self._undo, lambda problem, line: self._add(problem, SourceLocation(line)))
@@ -258,15 +258,11 @@ class Preflight(WatchingMode):
                 self._report(problem)
         return original(*args, **kwargs)
 
-    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            state = original(*args, **kwargs)
-            self._generator_watch.reads(state)
-            return state
-
-        never_compile_by_itself(read)
-        return read
+    def _read_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a function that reads the state of generators."""
+        state = original(*args, **kwargs)
+        self._generator_watch.reads(state)
+        return state
 
     def _set_generator(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of a function that sets generators."""

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +65,7 @@ class Question(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     cuts: bool  # whether the graph is cut there. Otherwise it is asked ahead
-    known: bool | None = None  # the answer, where that is always the same
+    known: bool | None  # the answer, where that is always the same
 
 
 class AskedPath(NamedTuple):
@@ -76,10 +75,9 @@ class AskedPath(NamedTuple):
     questions: tuple[Question | None, ...]  # for each tensor of the device that the host has read; None if no question
     answers: tuple[bool, ...]  # at the cuts
     numbers: tuple[Any, ...]  # for each read by an operation, the number if it is always the same, else None
-    early_at: frozenset[int] = frozenset()  # addresses of memory that operations have written by the last cut
-    written_at: frozenset[int] = frozenset()  # and in all of the call
-    # By address: what was written by the last cut, and was there before the call.
-    early: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
+    early_at: frozenset[int]  # addresses of memory that operations have written by the last cut
+    written_at: frozenset[int]  # and in all of the call
+    early: Mapping[int, torch.UntypedStorage]  # by address: what was written by the last cut, and was there before
 
     def is_like(self, other: "AskedPath") -> bool:
         """Return whether another call has asked the same, with the same answers."""
@@ -102,7 +100,7 @@ class QuestionRecorder:
         device: torch.device,
         leaves: Sequence[Any],
         is_constant: Callable[[Tensor], bool],
-        is_drawn: Callable[[Tensor], bool],
+        is_drawn: Callable[[Tensor], object],
         *,
         cuts: bool,
     ) -> None:
@@ -117,12 +115,11 @@ class QuestionRecorder:
         self._numbers: list[Any] = []
         self._written_at: set[int] = set()
         self._early_at: frozenset[int] = frozenset()
-        self._made_at: set[int] = set()  # and what the arguments lie in
         self._there: dict[int, torch.UntypedStorage] = {}  # what was written, and was there before
         self._early: dict[int, torch.UntypedStorage] = {}
         tensors = [(number, leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         shared = Counter(storage_address(leaf) for _, leaf in tensors)
-        self._made_at.update(shared)
+        self._made_at = set(shared)  # and what the arguments lie in
         for number, leaf in tensors:
             # Of arguments that share memory it cannot be told which one is asked about.
             if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
@@ -189,16 +186,9 @@ class QuestionRecorder:
                     slots[number] = count
                     count += results
             segments.append(Segment(tuple(operations), NumberRead(_with_slots(source, slots), bool), answer))
-        path, written = DrawPath((*segments, Segment((), None))), frozenset(self._written_at)
-        return AskedPath(
-            path,
-            tuple(self._questions),
-            tuple(self._answers),
-            tuple(self._numbers),
-            self._early_at,
-            written,
-            self._early,
-        )
+        path = DrawPath((*segments, Segment((), None)))
+        told = tuple(self._questions), tuple(self._answers), tuple(self._numbers)
+        return AskedPath(path, *told, self._early_at, frozenset(self._written_at), self._early)
 
     def knows_number(self, call: OperationCall) -> bool:
         """Return whether an operation reads a number that is always the same. To be called with each operation."""

@@ -11,20 +11,17 @@ def why_not_dense(modules: Iterable[nn.Module]) -> str:
     found = [layer for module in modules for layer in _sparse_layers(module)]
     if not found:
         return ""
-    name, kind = found[0]
+    what, instead = found[0]
     more = f", and {len(found) - 1} more modules do" if len(found) > 1 else ""
     return (
-        f"{name or 'the model'} is {kind}(sparse=True), whose gradients are sparse{more}: their size depends on data, "
-        f"which no graph can hold. Write {kind}(..., sparse=False) and an optimizer for dense gradients: AdamW, Adam "
-        "or SGD with fused=True."
+        f"{what}{more}: their size depends on data, which no graph can hold. {instead} and an optimizer for dense "
+        "gradients: AdamW, Adam or SGD with fused=True."
     )
 
 
 def refuse_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
     """Raise a `ValueError` if torch does not take the optimizer, or `max_norm`, together with sparse gradients."""
-    for name, kind in _sparse_layers(model):
-        what = f"{name or 'the model'} is {kind}(sparse=True), whose gradients are sparse"
-        instead = f"Write {kind}(..., sparse=False)"
+    for what, instead in _sparse_layers(model):
         if any(group.get("fused") for group in optimizer.param_groups):
             used = type(optimizer).__name__
             reason = f"{used} with fused=True takes none. {instead}."
@@ -35,6 +32,9 @@ def refuse_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: 
 
 
 def _sparse_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield which modules make sparse gradients, each with what to write instead."""
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
-            yield name, type(layer).__name__
+            kind = type(layer).__name__
+            what = f"{name or 'the model'} is {kind}(sparse=True), whose gradients are sparse"
+            yield what, f"Write {kind}(..., sparse=False)"

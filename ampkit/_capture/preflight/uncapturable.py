@@ -30,6 +30,7 @@ class Problem(NamedTuple):
 
 _KEEP_SHAPE = "Use torch.where or masked_fill, which keep the shape."
 DRAW_ON_DEVICE = "Draw with torch on the device, or before the step and pass the numbers in as a tensor."
+HOST_DRAW = Problem("draws random numbers on the host, which a graph would freeze", DRAW_ON_DEVICE, graph_only=True)
 WAITS = Problem(
     "waits for the device",
     "Do it before or after the step, or with operations that stay on the device.",
@@ -160,9 +161,7 @@ def _reads(call: OperationCall, watched: Watched) -> Iterator[Problem]:
 
 def _decides(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
-    condition = (
-        call.args[0] if call.kind.name == "cond" else call.args[2]
-    )  # those of a loop are computed from its state
+    condition = call.args[0 if call.kind.name == "cond" else 2]  # those of a loop are computed from its state
     if watched.has(condition):
         yield Problem(f"torch.{call.kind.name} waits for the device to read its condition", _DECIDE, whole_line=True)
 
@@ -238,8 +237,7 @@ def _draws(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     results, generator = call.made, call.kwargs.get("generator")
     device, generators, _ = watched
     if device.type != "cpu" and results and all(tensor.device.type == "cpu" for tensor in results):
-        what = "draws random numbers on the host, which a graph would freeze"
-        yield Problem(what, DRAW_ON_DEVICE, graph_only=True)
+        yield HOST_DRAW
     elif generator is not None and generator.device.type == "cuda" == device.type:
         known = (*generators, *torch.cuda.default_generators)
         if not any(is_same_generator(generator, other) for other in known):

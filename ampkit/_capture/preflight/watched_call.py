@@ -20,12 +20,9 @@ class WatchedCall:
         device: where the call computes.
         leaves: its arguments.
         uploads: the constants of the step that are on its device. It gets those of the call.
-        generators: see `Preflight`.
-        draws: whether draws are recorded. Otherwise each of them is a finding.
-        asks: whether questions are recorded. Otherwise each of them is a finding.
+        draws, asks: whether draws and questions are recorded. Otherwise each of them is a finding.
         cuts: whether graphs may be cut, see `QuestionRecorder`.
-        observers: see `Preflight`.
-        bitmaps: see `Preflight`.
+        generators, observers, bitmaps: see `Preflight`.
 
     Attributes:
         preflight: to be entered around the call.
@@ -50,7 +47,7 @@ class WatchedCall:
         self._uploads, self._asks = uploads, asks
         self.draws: DrawRecorder | None = DrawRecorder(device) if draws else None
         self.provenance: Provenance = Provenance()
-        is_drawn = (lambda _: False) if self.draws is None else self.draws.has_drawn
+        is_drawn = (lambda _: frozenset()) if self.draws is None else self.draws.draws_in
         self.questions: QuestionRecorder = QuestionRecorder(device, leaves, uploads.has, is_drawn, cuts=cuts)
         recorders: list[Callable[[OperationCall], object]] = [self.provenance] if uploads.learns else []
         self.preflight: Preflight = Preflight(

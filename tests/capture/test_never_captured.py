@@ -576,7 +576,7 @@ def test_replays_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*_: Any) -> None:
         raise AssertionError("a replay told of itself")
 
-    for name in ("note", "follow", "explain", "restart", "say"):
+    for name in ("note", "follow", "explain", "restart"):
         monkeypatch.setattr(f"ampkit._capture.engine.variation.Variation.{name}", unexpected)
     for _ in range(50):
         step(x)

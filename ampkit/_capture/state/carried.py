@@ -44,7 +44,7 @@ class Carried:
 
     _modules: Mapping[str, nn.Module]
     _own: dict[Hashable, _Carry] = field(default_factory=dict)
-    _judged: set[tuple[Hashable, Hashable]] = field(default_factory=set)  # with the layout of what was there
+    _judged: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # places, with the layouts of what was there
     _read: set[Hashable] = field(default_factory=set)  # places whose tensors calls read
     _renewed: set[Hashable] = field(default_factory=set)  # those in which they put another one then
     # Attributes of modules that calls leave tensors of several layouts in, and do not read: see `LeftTensors`.
@@ -118,7 +118,8 @@ class Carried:
                 break
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
             unread -= shared
-        self._judged |= {(key, _layout(before[key].tensor)) for key in rebound.keys() | unread}
+        for key in rebound.keys() | unread:
+            self._judged.setdefault(key, set()).add(_layout(before[key].tensor))
         for key, kept in rebound.items():
             own = kept.tensor.detach().clone()
             self._own[key] = kept._replace(tensor=own, with_gradient=kept.tensor.requires_grad)
@@ -138,10 +139,14 @@ class Carried:
     def has_more(self, before: Mapping[Hashable, _Carry], held: LeftTensors) -> bool:
         """Return whether a call has replaced a tensor in a place of which `learn` has judged none.
 
-        So it is where an earlier call has found None or a tensor of another layout there, as behind a reset of a state.
+        So it is where an earlier call has found None there, or has made a tensor of the layout that calls find now.
         """
-        replaced = _replaced(before, self.places(held))
-        return not self._judged.issuperset((key, _layout(before[key].tensor)) for key in replaced)
+        now = self.places(held)
+        for key in _replaced(before, now):
+            layout, judged = _layout(before[key].tensor), self._judged.get(key)
+            if judged is None or (layout not in judged and layout == _layout(now[key].tensor)):
+                return True
+        return False
 
     @contextmanager
     def carrying(self) -> Iterator[None]:

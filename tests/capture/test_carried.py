@@ -534,6 +534,60 @@ def of_the_loop(net: Any) -> tuple[Any, Any]:
     return loss_fn, between
 
 
+def kept_beside(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        if len(x) == 6:
+            net.b = net.a
+        net.a = 0.5 * net.a + y.detach().mean(0)
+        return (y * (net.a + net.b)).square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def rotating(net: Any) -> tuple[Any, Any]:
+    net.a = [torch.zeros(4), torch.zeros(4)]
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        net.a = [*net.a[1:], y.detach().mean(0)]
+        return (y * (1.0 + net.a[0] + net.a[1])).square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def part_of_a_bank(net: Any) -> tuple[Any, Any]:
+    net.b, net.a = torch.ones(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        net.b.mul_(0.9).add_(y.detach().mean(0))
+        before = net.a.sum() + 1.0
+        net.a = net.b[:]
+        return (y * before).square().mean()
+
+    return loss_fn, lambda i: None
+
+
+def two_names_in_some_calls(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        mean = y.detach().mean(0)
+        net.a.mul_(0.5)
+        factor = net.b + 1.0
+        if len(x) == 6:
+            net.a = net.b = mean + net.a
+        else:
+            net.a, net.b = net.a + mean, 0.5 * net.b + 2.0 * mean
+        return (y * (factor + net.a)).square().mean()
+
+    return loss_fn, lambda i: None
+
+
 def returned(net: Any) -> tuple[Any, Any]:
     net.a = torch.zeros(4)
 
@@ -571,6 +625,12 @@ def by_a_name(net: Any) -> tuple[Any, Any]:
         (made_anew_for_each_size, "4646464646464444"),
         (made_anew_for_each_size, "4446664466446644"),
         (the_last_but_one, "46" * 10),
+        (the_last_but_one, "4466446644"),
+        (the_last_but_one, "4444444666644"),
+        (kept_beside, "44464444"),
+        (rotating, "46" * 8),
+        (part_of_a_bank, "4" * 8),
+        (two_names_in_some_calls, "4466446644"),
         (two_names, "4" * 8),
         (of_the_loop, "444446666666"),
         (by_a_name, "4" * 12),

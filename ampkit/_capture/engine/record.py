@@ -11,7 +11,7 @@ from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
-from ..host.left_tensors import put
+from ..host.left_tensors import moves, put
 from ..preflight.host_values import refuse_reads
 from ..ranks.ranks import Ranks
 from ..state.carried import REPLACES
@@ -91,7 +91,7 @@ def record(
                     f"{', '.join(paths[:3])}: made or rebound in the step; a replay would neither read nor keep the "
                     "new value. Change tensors in place (copy_, add_), and make them before the step."
                 )
-            if any(state.carried.is_renewed(table, key) for table, key, _, _ in held.new()):
+            if any(moves(was, now) or state.carried.is_renewed(table, key) for table, key, now, was in held.new()):
                 raise CaptureError(REPLACES)
         except CaptureError as error:
             advice = ranks.reducers.advice

@@ -36,16 +36,13 @@ class Captured:
     ) -> None:
         self._graph = graph
         self._set_flags = set_flags  # what the calls leave on the host, see `record`
-        self._fits = fits  # see `Carried.fitting`
+        # Whether it may be replayed now. Else there is a tensor that the call would read, see `Carried.fitting`.
+        self.fits = fits or (lambda: True)
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
         self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
         self.compared = False  # whether a replay was compared with an eager call
-
-    def fits(self) -> bool:
-        """Return whether it may be replayed now. Else there is a tensor that the call would read, and a replay not."""
-        return self._fits is None or self._fits()
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.
@@ -54,7 +51,7 @@ class Captured:
             OtherAnswerError: it does not fit, or see `Graph`. Nothing was done.
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
-        if self._fits is not None and not self._fits():
+        if not self.fits():
             raise OtherAnswerError
         self.inputs.copy_(leaves)
         outputs: GraphOutputs = self._graph.replay()

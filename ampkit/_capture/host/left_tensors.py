@@ -82,6 +82,13 @@ class LeftTensors:
                 dict.pop(table, key)
 
 
+def moves(was: Any, now: Any) -> bool:
+    """Return whether a call has moved a tensor within what it has put in a place, as `last = last[1:] + [new]` does."""
+    before, after = tensors_in(was), tensors_in(now)
+    stays = {i for i, tensor in enumerate(after) if i < len(before) and tensor is before[i]}
+    return any(tensor is old for i, tensor in enumerate(after) if i not in stays for old in before)
+
+
 def put(left: list[tuple[Any, Any, Any]]) -> None:
     """Put tensors where a call has left them."""
     for table, key, value in left:

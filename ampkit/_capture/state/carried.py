@@ -37,9 +37,6 @@ class Carried:
     A graph reads the memory of one tensor. So the place gets a tensor of ampkit's own. At the end of a call, eager or
     in the graph, what the call has put there is copied into that one, which is put back. It has no gradient. So a place
     is left alone if a backward goes through its tensor into an earlier call, as `retain_graph=True` lets it.
-
-    Attributes:
-        replaced: the places in which calls have put another tensor of that layout since this was cleared.
     """
 
     _modules: Mapping[str, nn.Module]
@@ -49,7 +46,7 @@ class Carried:
     _renewed: set[Hashable] = field(default_factory=set)  # those in which they put another one then
     # Attributes of modules that calls leave tensors of several layouts in, and do not read: see `LeftTensors`.
     _outputs: set[Hashable] = field(default_factory=set)
-    replaced: set[Hashable] = field(default_factory=set)
+    replaced: set[Hashable] = field(default_factory=set)  # by calls since this was cleared, in the layout of their own
     _with_gradient: set[Hashable] = field(default_factory=set)  # places through whose tensors a backward goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
@@ -111,9 +108,9 @@ class Carried:
             # A tensor that something else has got in the call, as a tuple of the last ones, has to keep its values.
             got = {key: kept for key, kept in now.items() if key not in before or before[key].tensor is not kept.tensor}
             others = {storage_address(kept.tensor) for key, kept in got.items() if key not in rebound}
-            new = Counter(storage_address(kept.tensor) for kept in rebound.values())
+            holders = Counter(storage_address(kept.tensor) for kept in now.values())
             shared = {key for key in rebound if storage_address(before[key].tensor) in others}
-            shared |= {key for key, kept in rebound.items() if new[storage_address(kept.tensor)] > 1}
+            shared |= {key for key, kept in rebound.items() if holders[storage_address(kept.tensor)] > 1}
             if not shared:
                 break
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
@@ -161,6 +158,7 @@ class Carried:
                 pairs.append((kept, new))
                 self.replaced.add(key)
         with torch.no_grad():
+            pairs = self._alone(pairs) if pairs else pairs
             own = {storage_address(kept.tensor) for kept, _ in pairs}
             # Two may have changed places.
             pairs = [(kept, new.clone() if storage_address(new) in own else new) for kept, new in pairs]
@@ -168,13 +166,21 @@ class Carried:
                 kept.tensor.copy_(new)
             put([kept.place for kept, _ in pairs])
 
+    def _alone(self, pairs: list[tuple[_Carry, Tensor]]) -> list[tuple[_Carry, Tensor]]:
+        """Return those whose new tensor is in no other place of a module. One of ampkit's own there becomes a copy."""
+        places = [(_key(cell), cell, _entry(cell)) for cell in cells(self._modules, (), {}, computed=True)]
+        holders = Counter(storage_address(tensor) for _, _, tensor in places)
+        pairs = [(kept, new) for kept, new in pairs if holders[storage_address(new)] < 2]
+        written = {storage_address(kept.tensor) for kept, _ in pairs}
+        keys = {_key(kept.cell) for kept, _ in pairs}
+        got = [(cell, tensor) for key, cell, tensor in places if key not in keys and storage_address(tensor) in written]
+        put([(cell.table, cell.key, tensor.detach().clone()) for cell, tensor in got])
+        return pairs
+
     def apart(self, output: Tensor) -> Tensor:
         """Return an output in memory that the end of the call does not overwrite. Aliasing: most often it is itself."""
-        if not self._own or storage_address(output) not in {
-            storage_address(kept.tensor) for kept in self._own.values()
-        }:
-            return output
-        return output.clone()
+        own = [storage_address(kept.tensor) for kept in self._own.values()]
+        return output.clone() if own and storage_address(output) in own else output
 
     def _note_output(self, key: Hashable, old: Tensor, cell: Cell) -> None:
         """Take note of a place if a call has put a tensor of another layout there, and no operation reads it."""
@@ -192,10 +198,8 @@ class Carried:
         """Return what has the places hold what a replay needs, for a graph that was just captured.
 
         It returns False where the loop has put another tensor into a place that calls look at. In one that they only
-        write to, a call of another layout may have left its own. None if there is nothing to do.
-
-        Args:
-            is_loaded: returns whether code of the step reads attributes of a name.
+        write to, a call of another layout may have left its own. None if there is nothing to do. `is_loaded` returns
+        whether code of the step reads attributes of a name.
         """
         held = [
             (kept, not kept.of_module or key in self._read or is_loaded(kept.cell.key), key in self.replaced)

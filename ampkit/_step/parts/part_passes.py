@@ -30,9 +30,7 @@ class PartMemory(SharedMemory):
     The forward graphs that one call has captured share one. What such a graph needs for a moment may be where those
     behind it have activations. So these must not be needed any more when it is replayed. A graph that a later call has
     captured, where a module was left out at first, has a pool of its own: nobody knows its place among the others.
-
-    All backward graphs share another one. They leave only gradients, which are copied at once, and the next one may
-    overwrite.
+    All backward graphs share another one: they leave only gradients, which are copied at once.
     """
 
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
@@ -52,12 +50,12 @@ class PartMemory(SharedMemory):
 
     def end_call(self) -> None:
         """Take note that a call is over. If it has captured graphs, later ones do not share their pool."""
-        self._is_shared = self._is_shared and not self._count
+        self._is_shared = not self._count
 
     def number(self) -> int:
         """Return the number of a part that was just captured, 0 if it has a pool of its own."""
         self._count += self._is_shared
-        return self._count if self._is_shared else 0
+        return self._count * self._is_shared
 
     def is_free(self, part: "GraphedPart") -> bool:
         """Return whether a part may be replayed now: no backward pass may still need one of a higher number."""

@@ -37,7 +37,7 @@ class Captured:
         self._graph = graph
         self._set_flags = set_flags  # what the calls leave on the host, see `record`
         # Whether it may be replayed now. Else there is a tensor that the call would read, see `Carried.fitting`.
-        self.fits = fits or (lambda: True)
+        self.fits: Callable[[], bool] = fits or (lambda: True)
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing

@@ -95,7 +95,7 @@ CASES = {
     "memory": Case(low=True, options={"memory": True}),
     "counts": Case("counts", refused="another rank found"),
     "gradients": Case("gradients", refused="Gradients.on_before_optimizer_step uses gradients"),
-    "columns": Case("columns", optimizer="one by one", refused="net.0.up.weight is a DTensor, and no module"),
+    "columns": Case("columns", optimizer="one by one", refused="net.0.up.weight is a DTensor placed as"),
     "kept gathered": Case("kept gathered", refused="set_reshard_after_backward(False) was called"),
     "resume": Case(low=True, accumulate=2, resume=("ampkit", "ampkit")),
     "resume from Lightning": Case(low=True, resume=("lightning", "ampkit")),

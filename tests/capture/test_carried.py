@@ -616,34 +616,34 @@ def by_a_name(net: Any) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize(
-    ("make", "sizes"),
+    ("make", "sizes", "captured"),
     [
-        (exchanged, "4" * 10),
-        (put_by_the_loop(None), "444446666666"),
-        (put_by_the_loop(torch.full((7,), 5.0)), "444446666666"),
-        (made_in_the_first_call, "4" * 8),
-        (made_anew_for_each_size, "4646464646464444"),
-        (made_anew_for_each_size, "4446664466446644"),
-        (the_last_but_one, "46" * 10),
-        (the_last_but_one, "4466446644"),
-        (the_last_but_one, "4444444666644"),
-        (kept_beside, "44464444"),
-        (rotating, "46" * 8),
-        (part_of_a_bank, "4" * 8),
-        (two_names_in_some_calls, "4466446644"),
-        (two_names, "4" * 8),
-        (of_the_loop, "444446666666"),
-        (by_a_name, "4" * 12),
-        (returned, "4" * 8),
+        (exchanged, "4" * 10, True),
+        (put_by_the_loop(None), "444446666666", True),
+        (put_by_the_loop(torch.full((7,), 5.0)), "444446666666", True),
+        (made_in_the_first_call, "4" * 8, True),
+        (made_anew_for_each_size, "4646464646464444", False),
+        (made_anew_for_each_size, "4446664466446644", True),
+        (the_last_but_one, "46" * 10, False),
+        (the_last_but_one, "4466446644", False),
+        (the_last_but_one, "4444444666644", True),
+        (kept_beside, "44464444", True),
+        (rotating, "46" * 8, False),
+        (part_of_a_bank, "4" * 8, False),
+        (two_names_in_some_calls, "4466446644", True),
+        (two_names, "4" * 8, False),
+        (of_the_loop, "444446666666", True),
+        (by_a_name, "4" * 12, True),
+        (returned, "4" * 8, True),
     ],
 )
 @pytest.mark.parametrize("scans", [False, True])
-def test_what_the_loop_and_the_code_may_do_to_it(make: Any, sizes: str, scans: bool) -> None:
-    """W1: places behind each call, and the losses, are eager's, whatever is captured."""
+def test_what_the_loop_and_the_code_may_do_to_it(make: Any, sizes: str, captured: bool, scans: bool) -> None:
+    """W1: places behind each call, and the losses, are eager's, also where nothing can be captured."""
     if scans and len(set(sizes)) > 1:
         pytest.skip("a scan has batches of one size")
 
-    def found(graph: str) -> list[Any]:
+    def found(graph: str) -> tuple[list[Any], Any]:
         torch.manual_seed(0)
         net = nn.Module()
         net.fc = nn.Linear(4, 4)
@@ -657,8 +657,10 @@ def test_what_the_loop_and_the_code_may_do_to_it(make: Any, sizes: str, scans: b
             out = step.scan(x) if scans and i > 4 else step(x[0])
             left = [copy.deepcopy(vars(net).get(name)) for name in ("a", "b")]
             found.append([out.loss, out.aux, left])
-        return found
+        return found, step
 
-    expected = found("off")
+    expected, _ = found("off")
     with deterministic(), taped():
-        assert_same(found("emulate"), expected)
+        now, step = found("emulate")
+    assert_same(now, expected)
+    assert (step.replays > 0) is captured

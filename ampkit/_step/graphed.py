@@ -294,7 +294,7 @@ class _EngineFunction:
         self._shards.gather()
         params = [param for module in self._modules for param in module.parameters()]
         gradients = [param.grad for param in params]
-        with self._state.carried.carrying(), Undo() as undo, ExitStack() as stack:
+        with self._state.carrying(), Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(set_gradients, params, gradients)

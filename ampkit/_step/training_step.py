@@ -240,7 +240,7 @@ class TrainingStep:
         self.ranks.shards.gather()
         params = self._parameters()
         observed = self.observer.observing() if self.observer is not None and phase.observed else nullcontext()
-        carrying = nullcontext() if self._state is None else self._state.carried.carrying()
+        carrying = nullcontext() if self._state is None else self._state.carrying()
         with carrying, Undo() as undo:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)

@@ -59,8 +59,8 @@ CASES: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "argument of a call": (lambda: abs(CONFIG.loss), {"abs", "CONFIG.loss"}),
     "argument": (passed, {"config.loss.weights['l1']", "config.scale", "len", "unread"}),
     "assigned twice": (assigned_twice, {"CONFIG.first", "CONFIG.second", "x"}),
-    "written to": (written_to, {"LAYERS[0]", "x"}),
-    "added to": (added_to, {"config.count", "CONFIG.loss", "CONFIG.named", "print"}),
+    "written to": (written_to, {"LAYERS[0]", "x", "CONFIG.last", "TABLE['a']['b']", "TABLE['c']", "TABLE['d']"}),
+    "added to": (added_to, {"config.count", "config.inner", "CONFIG.loss", "CONFIG.named", "print"}),
     "comprehension": (comprehension, {"CONFIG.inner.scale", "ALPHA", "x"}),
     "keys": (keys, {"TABLE['a']['b']", "LAYERS[-1]", "TABLE", "LAYERS", "x"}),
 }

@@ -94,7 +94,9 @@ def watching(executed: Executed) -> Iterator[None]:
 def read_in(function: Callable[..., Any], executed: Executed) -> set[str]:
     """Return the expressions of a function that were executed."""
     found = reads(function.__code__)
-    executed_reads = (read for read, places in found.items() if any(map(executed.has, places)))
+    executed_reads = (
+        read for read, places in found.items() if any(executed.has(place) and not place.sets for place in places)
+    )
     return {read.variable + "".join(map(str, read.parts)) for read in executed_reads}
 
 

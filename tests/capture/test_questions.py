@@ -477,10 +477,10 @@ def sticky(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ask", [keeps_an_answer, sticky], ids=lambda ask: ask.__name__)
 def test_what_is_written_by_an_answer(engine: Engine, ask: Any) -> None:
-    """D3: a number on the host that depends on an answer is read by later calls, which a replay would not write."""
+    """D3: a number on the host that depends on an answer, and that later calls read: a replay writes it, or is none."""
     expected, _, _ = trained(ask, (engine[0], "off"), calls=60)
-    history, _, messages = trained(ask, engine, calls=60)
-    assert messages
+    history, report, messages = trained(ask, engine, calls=60)
+    assert messages or report.replays >= 30
     assert_same(history, expected)
 
 

@@ -1,7 +1,6 @@
 """How a layout gets its graph: record it, compare it with the eager call before, keep within the memory budget."""
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from .cuts import CutGraph
 from .host_draws import DrawnGraph, HostDraws
 from .input_questions import InputQuestions
 from .layouts import Layout
-from .record import record
+from .record import Left, fitting, record
 from .session import Session
 
 
@@ -51,21 +50,19 @@ class LayoutCapture:
             self.evictions += 1
             self._layouts.layout_of(evicted).evict()
         pool_bytes = self._cache.pool_bytes
-        graph, inputs, flags = self._record(key, layout, leaves)
+        graph, inputs, left = self._record(key, layout, leaves)
         self.captures += 1
         keep_apart(inputs, self._session.state, layout.writes.paths())
         # Eager calls take as long where other ranks draw something else, but there is another graph.
         timing = Timing(layout.timing.eager) if key.ranks_outcome else layout.timing
         grown = max(0, self._cache.pool_bytes - pool_bytes)
-        replaced = self._session.state.fitting()
-        captured = Captured(graph, inputs, grown, timing, layout.answer.sees_capture, flags, replaced)
+        fits = fitting(self._session.state, left)
+        captured = Captured(graph, inputs, grown, timing, layout.answer.sees_capture, left, fits)
         self._cache.add(key, captured)
-        fits = self._ranks.agree(not self._cache.over_budget())
-        return captured if fits else self._within_budget(key, layout, leaves)
+        is_small = self._ranks.agree(not self._cache.over_budget())
+        return captured if is_small else self._within_budget(key, layout, leaves)
 
-    def _record(
-        self, key: Key, layout: Layout, leaves: list[Any]
-    ) -> tuple[Graph, StaticInputs, Callable[[], None] | None]:
+    def _record(self, key: Key, layout: Layout, leaves: list[Any]) -> tuple[Graph, StaticInputs, Left | None]:
         """Return a graph that was just recorded, the buffers that it reads, and what `record` returns."""
         inputs = StaticInputs(key.spec, leaves)
         new = self._cache.new_graph(self._session.stream, self._options.generators)

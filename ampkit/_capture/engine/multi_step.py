@@ -22,7 +22,7 @@ from ..keys.inputs import Spec, StaticInputs, TensorSpec
 from ..keys.key import Key
 from ..keys.placement import ALIGNED
 from ..state.overlaps import keep_apart
-from .record import record
+from .record import fitting, record
 from .session import Session
 
 Noting = Callable[[], AbstractContextManager[None]]  # returns the context in which one call is made
@@ -220,11 +220,11 @@ class MultiStepGraphs:
         with Undo() as undo:
             undo.note(graph.reset)
             then, state = self._layouts.make_outputs, self._session.state
-            flags = record(graph, recorded, recording, then, state, self._ranks, self._cache.clear)
+            left = record(graph, recorded, recording, then, state, self._ranks, self._cache.clear)
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()
-        return Captured(graph, inputs, 0, Timing(), lengths.sees_capture, flags, state.fitting())
+        return Captured(graph, inputs, 0, Timing(), lengths.sees_capture, left, fitting(state, left))
 
     def _drop(self, key: Key) -> None:
         self._comparisons.pop(key, None)

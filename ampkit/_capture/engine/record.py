@@ -26,7 +26,8 @@ class Left:
     _walk: Walk
     _flags: Any
     _gradients: Any
-    _held: list[tuple[Any, Any, Any]]  # a dict or list, the key, and what has tensors of the graph in it
+    _held: list[tuple[Any, Any, Any]]  # see `LeftTensors.taken`
+    fits: Callable[[], bool] | None  # see `LeftTensors.fitting`
 
     def __call__(self) -> None:
         """Leave it."""
@@ -37,6 +38,11 @@ class Left:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the graph that are left in containers, and are in memory of their own."""
         return tensors_in([value for _, _, value in self._held])
+
+
+def fitting(state: TrainingState, left: Left | None) -> list[Callable[[], bool]]:
+    """Return what tells whether a graph that was just captured may be replayed; all of these have to return True."""
+    return [each for each in (state.fitting(), None if left is None else left.fits) if each is not None]
 
 
 def record(
@@ -108,7 +114,8 @@ def record(
     changed = walk.changed_flags(flags)
     found = dict(gradients)
     left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
+    put_there, fits = held.taken(), held.fitting()
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
-    put_there = held.taken()
-    return Left(walk, changed, left, put_there) if changed or left or put_there else None
+    held.put_back()
+    return Left(walk, changed, left, put_there, fits) if changed or left or put_there or fits else None

@@ -32,17 +32,20 @@ class Captured:
         timing: Timing,
         sees_capture: bool,
         set_flags: Callable[[], None] | None = None,
-        fits: Callable[[], bool] | None = None,
+        fits: Sequence[Callable[[], bool]] = (),
     ) -> None:
         self._graph = graph
         self._set_flags = set_flags  # what the calls leave on the host, see `record`
-        # Whether it may be replayed now. Else there is a tensor that the call would read, see `Carried.fitting`.
-        self.fits: Callable[[], bool] = fits or (lambda: True)
+        self._fits = fits  # see `Carried.fitting` and `LeftTensors.fitting`
         self.inputs = inputs
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
         self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
         self.compared = False  # whether a replay was compared with an eager call
+
+    def fits(self) -> bool:
+        """Return whether it may be replayed now. Else the call would find something that the capture has not found."""
+        return all(fits() for fits in self._fits)
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.

@@ -2,23 +2,22 @@
 
 import contextlib
 import functools
-import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..._torch.compile import COMPILER_FOLDERS, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import ABSENT, CLOSED_PACKAGES, bases_of, is_plain, is_write, module_name
+from .constants import ABSENT, CLOSED_PACKAGES, are_equal, bases_of, is_plain, module_name
 from .executed import Executed
 from .objects import HeldTable, any_name, holders
 
@@ -103,6 +102,7 @@ class CallRecorder:
         self._called: dict[int, tuple[CodeType, Origin]] = {}  # what counts as called by the step
         self.before = [_Before(modules)]  # what was in these, and in those that the step was found to call
         self.lines: dict[str, dict[CodeType, Line]] = {}  # where the names are read that `names` returns
+        self.set: set[str] = set()  # the names of attributes that the code has set, see `names`
 
     def on_call(self, frame: FrameType) -> bool:
         """Take note of a function that is called. Return whether nothing is to be noted of further calls of it."""
@@ -166,7 +166,7 @@ class CallRecorder:
         return origin is Origin.PACKAGE and not is_others
 
     def names(self, observed: bool) -> Names:
-        """Return the names by which the code that was called reads attributes.
+        """Return the names by which the code that was called reads attributes. Take note of those that it sets.
 
         Args:
             observed: whether all calls were seen. Otherwise the methods of the modules count as called, as does what
@@ -183,6 +183,8 @@ class CallRecorder:
         leaves = set().union(*(methods[kind] for kind in methods if kind not in outer))
         leaves.difference_update(*(methods[kind] for kind in outer))
         origins = {code: origin for code, origin in self._called.values() if origin is not Origin.OTHERS}
+        for code, origin in origins.items():
+            self.set.update(() if origin is Origin.PYTHON else self._executed.attributes_set(code))
 
         def read_by(code: Set[CodeType]) -> frozenset[str]:
             return frozenset(name for each in origins.keys() & code for name in self._names(each, origins[each]))
@@ -198,12 +200,23 @@ class CallRecorder:
             yield name
 
 
+class HostChange(NamedTuple):
+    """What a call has put in another one's place, or made longer or shorter."""
+
+    place: Hashable
+    name: str  # by which the code that changes it reads it
+    attribute: str  # that it is in
+    was: Any
+    now: Any
+
+
 class _Before:
     """The attributes of modules, and what is in them, as they are now."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = [(module, vars(module), dict(vars(module))) for module in modules]
-        self._inside: list[tuple[nn.Module, HeldTable, str, str, Any]] = []
+        modules = list(filter(is_looked_into, modules))
+        self._tables = [(vars(module), dict(vars(module))) for module in modules]
+        self._inside: list[tuple[HeldTable, str, str, Any]] = []
         seen: dict[str, set[int]] = {}  # what lies under several names is kept for each of them
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -211,39 +224,30 @@ class _Before:
                     found = holders(value, any_name, seen.setdefault(name, set()))
                     # By the name by which the code that changes it reads it.
                     self._inside += [
-                        (module, each, name, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
+                        (each, name, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
                     ]
 
-    def changed(self) -> Iterator[str]:
-        """Yield the names of what has changed since."""
-        for _, table, before in self._tables:
-            yield from _changed_keys(before, table)
-        for _, holder, _, name, was in self._inside:
-            now = holder.copy()
+    def changes(self) -> Iterator[HostChange]:
+        """Yield what is not the same now, or a list or dict of another length."""
+        for table, before in self._tables:
+            for key, was, now in _differing(before, table):
+                yield HostChange((id(table), key), key, key, was, now)
+        for holder, attribute, name, was in self._inside:
+            now, place = holder.copy(), id(holder.table)
+            if len(was) != len(now):
+                yield HostChange(place, name, attribute, was, now)
             if isinstance(was, dict) and isinstance(now, dict):
-                yield from (key if isinstance(key, str) else name for key in _changed_keys(was, now))
-            elif len(was) != len(now) or not all(map(operator.is_, was, now)):
-                yield name
+                for key, old, new in _differing(was, now):
+                    yield HostChange((place, key), key if isinstance(key, str) else name, attribute, old, new)
+            elif len(was) == len(now):
+                for key, old, new in _differing(dict(enumerate(was)), dict(enumerate(now))):
+                    yield HostChange((place, key), name, attribute, old, new)
 
-    def written(self) -> Iterator[tuple[str, str]]:
-        """Yield the names under which there is another number now, a list, dict or deque of another length, or a file
-        that was written or read on; each with that of the attribute that it is in."""
-        for module, table, before in self._tables:
-            if is_looked_into(module):
-                found = (key for key, now in table.items() if is_write(before.get(key, ABSENT), now))
-                yield from ((key, key) for key in found if key not in KEPT_ELSEWHERE)
-        for module, holder, attribute, name, was in self._inside:
-            now = holder.copy() if is_looked_into(module) else was
-            if isinstance(was, dict) and isinstance(now, dict):
-                yield from ((str(key), attribute) for key in now if is_write(was.get(key, ABSENT), now[key]))
-            if len(was) != len(now) or (isinstance(was, list) and any(map(is_write, was, now))):
-                yield name, attribute
-
-    def has_tensor(self, name: str) -> bool:
-        """Return whether something of this name is a tensor now."""
-        tables = [now for _, now, _ in self._tables]
-        tables += [holder.table for _, holder, *_ in self._inside if isinstance(holder.table, dict)]
-        return any(isinstance(dict.get(table, name), Tensor) for table in tables)
+    def values(self, name: str) -> Iterator[Any]:
+        """Yield what there is under a name now."""
+        tables = [now for now, _ in self._tables]
+        tables += [holder.table for holder, *_ in self._inside if isinstance(holder.table, dict)]
+        yield from (table[name] for table in tables if dict.__contains__(table, name))
 
 
 def is_looked_into(module: nn.Module) -> bool:
@@ -253,6 +257,9 @@ def is_looked_into(module: nn.Module) -> bool:
     return not any(name.startswith(("torch.nn.parallel.", "torchmetrics.")) for name in packages)
 
 
-def _changed_keys(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[Any]:
-    """Yield the keys whose value is another object now."""
-    return (key for key in {**before, **now} if before.get(key, before) is not now.get(key, before))
+def _differing(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the keys whose value is another one now, with both values, `ABSENT` if there is none."""
+    for key in {**before, **now}:
+        was, becomes = before.get(key, ABSENT), now.get(key, ABSENT)
+        if not are_equal(was, becomes):
+            yield key, was, becomes

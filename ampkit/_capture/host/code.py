@@ -19,8 +19,6 @@ from torch import nn
 
 from .constants import bases_of, class_table
 
-SET_ATTRIBUTE = frozenset(("STORE_ATTR", "DELETE_ATTR"))
-
 
 class Scope(Enum):
     """Where a variable of a function is kept."""
@@ -47,6 +45,7 @@ class CodePlace(NamedTuple):
     code: CodeType
     first: int  # where it begins, in bytes; the argument of a long instruction has parts in front of it
     last: int  # where its last part begins
+    sets: bool = False  # whether it sets or deletes something, which it does not read
 
 
 class Read(NamedTuple):
@@ -121,9 +120,17 @@ def instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, CodePlace]]:
 @functools.lru_cache(maxsize=1024)
 def texts_loaded(code: CodeType) -> Sequence[tuple[str, int, int]]:
     """Return the names that instructions read attributes by and the texts that they load, as in `CodePlace`."""
-    found = [(each, place) for each, place in instructions(code) if each.opname not in SET_ATTRIBUTE]
+    found = [(each, place) for each, place in instructions(code) if each.opname not in _SET_ATTRIBUTE]
     texts = ((text, place) for each, place in found for text in _names(each) if isinstance(text, str))
     return tuple((text, place.first, place.last) for text, place in texts)
+
+
+@functools.lru_cache(maxsize=1024)
+def attributes_set(code: CodeType) -> Sequence[tuple[str, CodePlace]]:
+    """Return the names of the attributes that instructions set or delete, and where; of an object that is new, none."""
+    if code.co_name in _OF_NEW_OBJECTS:
+        return ()
+    return tuple((each.argval, place) for each, place in instructions(code) if each.opname in _SET_ATTRIBUTE)
 
 
 def line_of(place: CodePlace) -> tuple[str, int]:
@@ -178,7 +185,12 @@ class _BytecodeScan:
                 now, keyed, place = keyed.then(PathStep(False, key)), None, at
                 continue
             if keyed is not None and each.opname in _WRITE:
+                found.append((keyed.then(PathStep(False, key)), at._replace(sets=True)))
                 keyed = None
+                continue
+            if now is not None and each.opname in _SET_ATTRIBUTE:
+                found.append((now.then(PathStep(True, each.argval)), at._replace(sets=True)))
+                now = None
                 continue
             if now is not None and each.opname in _ATTRIBUTE:
                 now, place = now.then(PathStep(True, each.argval)), at
@@ -201,8 +213,10 @@ class _BytecodeScan:
                 continue
             if now is not None and each.opname.startswith(_STORE) and _names(each)[0] in self._once:
                 self._locals[_names(each)[0]] = now
-            elif now is not None and each.opname not in SET_ATTRIBUTE:
+            elif now is not None:
                 found.append((now, place))
+            if each.opname in _SET_VARIABLE and (variable := self._assigned(each)) is not None:
+                found.append((variable, at._replace(sets=True)))
             *before, now = self._loaded(each)
             found += [(read, at) for read in before if read is not None]
             place = at
@@ -228,6 +242,13 @@ class _BytecodeScan:
             return [None if each in self._cells else self._locals.get(each) for each in loaded]
         return [None]
 
+    def _assigned(self, instruction: dis.Instruction) -> Read | None:
+        """Return the global variable, or that of a function around this one, that an instruction assigns to."""
+        name = instruction.argval
+        if instruction.opname == "STORE_GLOBAL":
+            return Read(Scope.GLOBAL, name)
+        return Read(Scope.ENCLOSING, name) if name in self._code.co_freevars else None
+
     def _variable(self, name: str) -> Read | None:
         return Read(Scope.ENCLOSING, name) if name in self._code.co_freevars else self._locals.get(name)
 
@@ -250,7 +271,10 @@ _LOOKING_UP = frozenset(
 _NOTHING = frozenset(("CACHE", "NOP", "PUSH_NULL", "RESUME"))
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
+_OF_NEW_OBJECTS = frozenset(("__init__", "__new__", "__post_init__"))
+_SET_ATTRIBUTE = frozenset(("STORE_ATTR", "DELETE_ATTR"))
 _WRITE = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
+_SET_VARIABLE = frozenset(("STORE_DEREF", "STORE_GLOBAL"))
 _COPY = frozenset(("COPY", "DUP_TOP"))
 _ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _STORE = ("STORE_FAST", "STORE_DEREF")

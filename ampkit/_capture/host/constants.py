@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
@@ -190,19 +190,43 @@ def are_same(old: Any, now: Any) -> bool:
     return equal is not NotImplemented and bool(equal)
 
 
+def is_of_numbers(value: Any) -> bool:
+    """Return whether there are only numbers and texts in a value, if anything; or whether it is `ABSENT`."""
+    kind = type(value)  # a weak proxy may be of an object that is gone
+    if kind is dict:
+        return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, (*value.keys(), *value.values())))
+    if kind in (list, set, tuple, torch.Size):
+        return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, value))
+    return value is ABSENT or issubclass(kind, (*_NUMBERS, Enum)) or _is_of_numpy(kind, "generic")
+
+
+def are_equal(old: Any, now: Any) -> bool:
+    """Return whether two values are the same, as `are_same`, or lists, dicts and sets with the same in them."""
+    if old is now or type(old) is not type(now):
+        return old is now
+    if type(old) is dict:
+        return list(old) == list(now) and all(map(are_equal, old.values(), now.values()))
+    if type(old) in (list, tuple):
+        return len(old) == len(now) and all(map(are_equal, old, now))
+    return old == now if type(old) is set and is_of_numbers(old) and is_of_numbers(now) else are_same(old, now)
+
+
+def anew(value: Any) -> Any:
+    """Return the same, in lists, dicts and sets of its own."""
+    if type(value) is dict:
+        return {key: anew(entry) for key, entry in value.items()}
+    return type(value)(map(anew, value)) if type(value) in (list, set) else value
+
+
 def is_write(old: Any, now: Any) -> bool:
-    """Return whether a call leaves another number or text than it found, or one where there was none, or a list or dict
-    of another length.
+    """Return whether a call leaves other numbers or texts than it found, or a list or dict of another length.
 
     Other objects, and tensors, may be what the call has made, and no later call may read them.
     """
     kinds = type(old), type(now)  # a weak proxy may be of an object that is gone
     if kinds[0] is kinds[1] and kinds[0] in (list, dict, deque):
-        return len(old) != len(now)
-    # A count that the class has at first is in the object from the first call on.
-    found = kinds[1:] if old is ABSENT else kinds
-    are_numbers = all(issubclass(kind, CONSTANTS) and kind is not type(None) for kind in found)
-    return are_numbers and not are_same(old, now)
+        return len(old) != len(now) or (is_of_numbers(now) and not are_equal(old, now))
+    return is_of_numbers(now) and not are_same(old, now)
 
 
 def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
@@ -230,11 +254,13 @@ class OwnChanges:
     """The places that the step changes itself. No replay would change them, so they are not compared.
 
     What one call alone has changed is compared again: it has filled a cache, or made a tensor where there was none, or
-    where a longer one is needed.
+    where a longer one is needed. So are numbers, where a call leaves what it has found, or what an earlier one has
+    found or left there: a replay puts them there, too.
     """
 
     places: set[Place] = field(default_factory=set)
     _calls: Counter[Place] = field(default_factory=Counter)  # how many have changed it
+    _left: dict[Hashable, list[Any]] = field(default_factory=dict)  # the numbers that calls found and left in places
     _rewritten: set[Place] = field(default_factory=set)  # what the last call that read it has changed, and is compared
 
     def leaves_out(self, place: Place) -> bool:
@@ -242,12 +268,21 @@ class OwnChanges:
         key, text = place
         return place in self.places or (key, around_entries(text)) in self.places
 
+    def is_new(self, place: Hashable, was: Any, now: Any) -> bool:
+        """Return whether a call has left a number in a place that no earlier call has found or left there."""
+        left = self._left.setdefault(place, [])
+        is_new = not any(are_equal(now, each) for each in left)
+        left += [anew(each) for each in (was, now) if is_of_numbers(each)]
+        del left[:-MOST_ENTRIES]
+        return is_new
+
     def saw(
         self,
         changed: Set[Place],
         *,
         is_read: Callable[[Place], bool],
         is_tensor: Callable[[Place], bool],
+        is_number: Callable[[Place], bool],
         is_compared: Callable[[Place], bool],
     ) -> None:
         """Take note of a call.
@@ -256,13 +291,16 @@ class OwnChanges:
             changed: the places that have another value behind it.
             is_read: returns whether the call has read a place.
             is_tensor: returns whether there is a tensor in it now.
+            is_number: returns whether there is a number in it now.
             is_compared: returns whether it is compared so far, and was read before it was changed.
         """
-        kept = {each for each in changed if is_tensor(each) and is_compared(each) and each not in self._rewritten}
+        first = {each for each in changed - self.places - self._rewritten if is_compared(each)}
+        kept = {each for each in first if is_tensor(each) or is_number(each)}
         self._rewritten = {each for each in self._rewritten if not is_read(each)} | kept
         now = changed - kept
         self._calls.update(now)
-        filled = {each for each in self.places - now if is_read(each) and (is_tensor(each) or self._calls[each] == 1)}
+        read = filter(is_read, self.places - now)
+        filled = {each for each in read if is_tensor(each) or is_number(each) or self._calls[each] == 1}
         self.places = (self.places - filled) | now
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
-from .code import CodePlace, codes_in, texts_loaded
+from .code import CodePlace, attributes_set, codes_in, texts_loaded
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
@@ -103,6 +103,10 @@ class Executed:
             if name in candidates and name not in found and self.has(place := CodePlace(code, first, last)):
                 found[name] = place
         return found if self.knows(code) else {**dict.fromkeys(candidates, CodePlace(code, 0, 0)), **found}
+
+    def attributes_set(self, code: CodeType) -> Iterator[str]:
+        """Yield the names of the attributes that code has set or deleted."""
+        yield from (name for name, place in attributes_set(code) if self.has(place))
 
     def _see_whether_it_was_ended(self) -> None:
         """See whether the call has ended the tracing, as tools do that set a trace function from C."""

@@ -37,6 +37,7 @@ from .constants import (
     is_closed,
     is_in_order,
     is_number,
+    is_of_numbers,
     is_plain,
     module_name,
     noted,
@@ -220,7 +221,12 @@ class HeldTable(NamedTuple):
 
 
 def holders(
-    value: Any, is_read: Callable[[str], bool], seen: set[int], *, all_entries: bool = False
+    value: Any,
+    is_read: Callable[[str], bool],
+    seen: set[int],
+    *,
+    is_set: Callable[[str], bool] | None = None,
+    all_entries: bool = False,
 ) -> Iterator[HeldTable]:
     """Yield the tables in a value that is not plain, and in those inside of it.
 
@@ -228,6 +234,7 @@ def holders(
         value: the attribute.
         is_read: returns whether code reads something by this name. Otherwise it is left out.
         seen: the identities of what is left out; grows.
+        is_set: returns whether code sets something by this name. Then it is left out if there is no number.
         all_entries: whether no entry of a dict is left out. Attributes of objects are.
     """
     left: list[tuple[str, Any, int]] = [("", value, 1)]
@@ -242,7 +249,10 @@ def holders(
             pairs = [
                 (key, entry)
                 for key, entry in entries
-                if not isinstance(key, str) or (all_entries and not is_object) or is_read(key)
+                if not isinstance(key, str)
+                or (all_entries and not is_object)
+                or is_read(key)
+                or (is_set is not None and is_set(key) and is_of_numbers(entry))
             ]
             texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]

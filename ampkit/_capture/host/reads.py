@@ -65,6 +65,7 @@ from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
+from ..._torch.tensors.tensors import is_tensor
 from ..._user_line import line_text
 from .calls import IDENTIFIER, KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
 from .code import Scope, functions_of
@@ -83,6 +84,7 @@ from .constants import (
     different,
     getter,
     is_closed,
+    is_of_numbers,
     is_plain,
     is_write,
     own_table,
@@ -166,9 +168,11 @@ class Reads:
         self._functions = tuple(functions)
         self.remark: str = ""  # why more is compared than the step reads, "" if it is not
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
+        self._set: set[str] = set()  # those that were set
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
         self._whole: set[PathKey] = set()  # of whose objects each attribute counts
+        self._set_alone: set[PathKey] = set()  # of the paths that were read, those that were only set
         self._own = OwnChanges()
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
@@ -229,20 +233,36 @@ class Reads:
         self.written[f"{_OPENED}{os.path.basename(line[0])}:{line[1]}"] = line
 
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
-        looked, compared = recorder.before, self._compared_names()
+        looked, changed = recorder.before, set[Place]()
+        compared, compared_set = self._compared_names(), self._compared_set()
+        for place, name, around, was, now in (change for before in looked for change in before.changes()):
+            if is_write(was, now):
+                if not self._own_names.is_new(place, was, now):
+                    continue
+                # Code that is not watched may read it.
+                lines = recorder.lines.get(name) or recorder.lines.get(around, {})
+                if around not in KEPT_ELSEWHERE:
+                    self.written[f"the attribute {name}"] = next(iter(lines.values()), None)
+            changed.add((None, name))
+
+        def is_read(place: Place) -> bool:
+            return read.has_somewhere(place[1]) or place[1] in recorder.set
+
+        def holds(place: Place, test: Callable[[Any], bool]) -> bool:
+            return is_read(place) and any(test(each) for before in looked for each in before.values(place[1]))
+
         self._own_names.saw(
-            {(None, name) for before in looked for name in before.changed()},
-            is_read=lambda place: read.has_somewhere(place[1]),
-            is_tensor=lambda place: read.has_somewhere(place[1]) and any(each.has_tensor(place[1]) for each in looked),
-            is_compared=lambda place: compared.has_somewhere(place[1]),
+            changed,
+            is_read=is_read,
+            is_tensor=lambda place: holds(place, is_tensor),
+            is_number=lambda place: holds(place, is_of_numbers),
+            is_compared=lambda place: compared.has_somewhere(place[1]) or place[1] in compared_set,
         )
-        for name, around in (found for before in looked for found in before.written()):
-            lines = recorder.lines.get(name) or recorder.lines.get(around, {})  # code that is not watched may read it
-            self.written[f"the attribute {name}"] = next(iter(lines.values()), None)
         of_class = dict(self._names.of_class)
         for kind, found in read.of_class.items():
             of_class[kind] = found | of_class.get(kind, frozenset())
         self._names = Names(self._names.of_all | read.of_all, of_class)
+        self._set |= recorder.set
         for name, lines in recorder.lines.items():
             self._lines.setdefault(name, {}).update(lines)
 
@@ -253,10 +273,14 @@ class Reads:
             read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
         paths = {**self._paths, **notes.paths}
 
+        again = set[Place]()
         for key, text in different(notes.before, after):
             was, becomes = (found[key].get(text, ABSENT) for found in (notes.before, after))
             grows = text.endswith("]") and ABSENT in (was, becomes)
             if key in read and (grows or is_write(was, becomes)):
+                if not grows and not self._own.is_new((key, text), was, becomes):
+                    again.add((key, text))
+                    continue
                 name = f"{paths[key]}{around_entries(text) if grows else text}"
                 self.written[f"the variable {name}"] = read[key]
         self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
@@ -271,16 +295,21 @@ class Reads:
             return found
 
         # A function may read what another one has written before it was called: then only a later call shows that.
-        rewritten = whole(different(notes.before, after))
+        rewritten = whole(place for place in different(notes.before, after) if place not in again)
         compared = self._compared_paths()
         now = {key: self._follow(path).found() for key, path in self._paths.items()}
         self._own.saw(
-            rewritten | whole(different(start, now)),
+            rewritten | whole(place for place in different(start, now) if place not in again),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: isinstance(after.get(place[0] or (), {}).get(place[1]), weakref.ref),
+            is_number=lambda place: is_of_numbers(after.get(place[0] or (), {}).get(place[1])),
             is_compared=lambda place: place in rewritten and place[0] in compared,
         )
         self._whole |= notes.whole
+        set_alone = notes.set_alone()
+        self._set_alone = (self._set_alone - read.keys()) | {
+            key for key in set_alone if key not in self._readers or key in self._set_alone
+        }
         for key, line in read.items():
             self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
             self._line.setdefault(key, line)
@@ -303,9 +332,9 @@ class Reads:
 
     def look(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> Reading:
         """Look at everything. `paths` returns the path of each of the step's modules."""
-        names, compared = self._compared_names(), self._compared_paths()
-        variables = [self._follow(path) for path in compared.values()]
-        sources = [*self._attributes(modules, names), *variables]
+        names, compared, is_set = self._compared_names(), self._compared_paths(), self._compared_set().__contains__
+        variables = [self._follow(path, is_set=is_set) for path in compared.values()]
+        sources = [*self._attributes(modules, names, is_set), *variables]
         found = {source.key: source.found() for source in sources}
         texts, kinds = {source.key: source.text for source in variables}, list(map(type, modules))
         is_read, paths = self._names.has_somewhere, functools.cache(paths)
@@ -319,9 +348,9 @@ class Reads:
             if key == _METHODS:
                 return False
             if len(key) != 2:
-                return key in found and all(map(is_read, _ATTRIBUTE.findall(text)))
-            is_there = key[0] < len(kinds) and names.has(kinds[key[0]], key[1])
-            return is_there and all(map(names.has_somewhere, IDENTIFIER.findall(text)))
+                return key in found and all(is_read(name) or is_set(name) for name in _ATTRIBUTE.findall(text))
+            is_there = key[0] < len(kinds) and (names.has(kinds[key[0]], key[1]) or is_set(key[1]))
+            return is_there and all(names.has_somewhere(name) or is_set(name) for name in IDENTIFIER.findall(text))
 
         methods = list(users_methods(kinds))
         found[_METHODS] = {text: noted_function(function) for _, _, text, function in methods}
@@ -362,7 +391,8 @@ class Reads:
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
         """Yield the values that steps have read, as they are now. `paths` are those of the modules."""
         compared = self._compared_names()
-        for source in self._attributes(modules, self._names.without(KEPT_ELSEWHERE), all_modules=True):
+        names = self._names.without(KEPT_ELSEWHERE)
+        for source in self._attributes(modules, names, frozenset().__contains__, all_modules=True):
             number, name = source.key
             module = modules[number]
             methods = {function.__code__ for _, function in functions_of(type(module))}
@@ -389,30 +419,48 @@ class Reads:
     def _compared_names(self) -> Names:
         return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
 
+    def _compared_set(self) -> Set[str]:
+        return self._set - KEPT_ELSEWHERE - {name for _, name in self._own_names.places}
+
     def _compared_paths(self) -> dict[PathKey, Path]:
         own = self._own.places
         return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
 
     def _attributes(
-        self, modules: Sequence[nn.Module], names: Names, *, all_modules: bool = False
+        self,
+        modules: Sequence[nn.Module],
+        names: Names,
+        is_set: Callable[[str], bool],
+        *,
+        all_modules: bool = False,
     ) -> Iterator[_Source]:
+        """Yield the attributes that code reads. Of those that it only sets, numbers count."""
         seen: set[int] = set()
         counting = {kind: names.of(kind) for kind in set(map(type, modules))}
         for number, module in enumerate(modules):
             table = vars(module)
-            of_class = counting[type(module)] if all_modules or is_looked_into(module) else ()
-            for name in [name for name in table if name in of_class]:
-                inside = list(holders(table[name], names.has_somewhere, seen))
+            if not (all_modules or is_looked_into(module)):
+                continue
+            of_class = counting[type(module)]
+            for name in [name for name in table if name in of_class or (is_set(name) and is_of_numbers(table[name]))]:
+                inside = list(holders(table[name], names.has_somewhere, seen, is_set=is_set))
                 yield _Source((number, name), name, [(table, name)], table[name], inside)
 
-    def _follow(self, path: Path, is_read: Callable[[str], bool] | None = None) -> _Source:
+    def _follow(
+        self,
+        path: Path,
+        is_read: Callable[[str], bool] | None = None,
+        is_set: Callable[[str], bool] | None = None,
+    ) -> _Source:
         """Return what a path leads to; with `is_read`, with what is in objects under names for which that is true.
 
         Beside that, code may read by other ways than bytecode tells what is in the value: of a small dict each entry.
+        With `is_set`, numbers count under names for which that is true, and so they do where code only sets the value.
         """
         way = [(table, part.key) for part, (table, _) in zip(path.parts, path.steps(), strict=False)]
         values = path.values()
-        if not values:
+        is_set_alone = is_set is not None and path.key in self._set_alone
+        if not values or (is_set_alone and not (len(values) > len(path.parts) and is_of_numbers(values[-1]))):
             return _Source(path.key, path.root.name, way, ABSENT, [])
         if path.root.scope is Scope.GLOBAL:
             way.append((path.root.owner, path.root.name))
@@ -420,7 +468,7 @@ class Reads:
         kind = next((kind for kind in (dict, list) if issubclass(type(value), kind)), None)
         all_entries = kind is not None and kind.__len__(value) <= MOST_ENTRIES
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
-        inside = holders(value, is_read, set(), all_entries=all_entries)
+        inside = holders(value, is_read, set(), is_set=is_set, all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
 
 

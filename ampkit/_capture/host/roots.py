@@ -213,6 +213,11 @@ class Notes:
                 found[key] = ("", 0) if executed is None else line_of(executed)
         return found
 
+    def set_alone(self) -> set[PathKey]:
+        """Return the paths that code has set and not read."""
+        executed = {key: [*filter(self._executed.has, places)] for key, places in self._places.items()}
+        return {key for key, places in executed.items() if places and all(place.sets for place in places)}
+
     def grown(self) -> dict[str, tuple[str, int]]:
         """Return the lists, dicts, sets and files with another length than before, each with a line that changes it."""
         found = {}

@@ -4,15 +4,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..._torch.tensors.tensors import is_tensor, storage_address
+from ..._torch.tensors.tensors import is_tensor, shares_storage_with_none, storage_address
 from ..._undo import Undo
 from ..host.host_tensors import is_on_host
-from ..host.left_tensors import LeftTensors, put
+from ..host.left_tensors import LeftTensors, entry, put
 from .bound import Cell, cells
 
 
@@ -146,19 +147,26 @@ class Carried:
         return False
 
     @contextmanager
-    def carrying(self) -> Iterator[None]:
-        """Context of a call. An error leaves what the call has left. Sync: none."""
+    def carrying(self, look: Callable[[], LeftTensors]) -> Iterator[None]:
+        """Context of a call. An error leaves what the call has left. Sync: none.
+
+        `look` returns what variables lead to now. It is slow, and is called where a tensor may be in two places.
+        """
         found = [(key, kept, _entry(kept.cell)) for key, kept in self._own.items()]
+        references = [getrefcount(kept.tensor) for _, kept, _ in found]  # the place has one of them
         yield
         pairs: list[tuple[_Carry, Tensor]] = []
-        for key, kept, old in found:
+        are_alone = True
+        for (key, kept, old), before in zip(found, references, strict=True):
             new = _entry(kept.cell)
             self._note_output(key, kept.tensor, kept.cell)
             if new is not old and _fits(kept.tensor, new) and kept.with_gradient >= new.requires_grad:
+                is_new_alone = getrefcount(new) <= _REFERENCES and shares_storage_with_none(new)
+                are_alone = are_alone and is_new_alone and getrefcount(kept.tensor) < before
                 pairs.append((kept, new))
                 self.replaced.add(key)
         with torch.no_grad():
-            pairs = self._alone(pairs) if pairs else pairs
+            pairs = pairs if are_alone else self._alone(pairs, look())
             own = {storage_address(kept.tensor) for kept, _ in pairs}
             # Two may have changed places.
             pairs = [(kept, new.clone() if storage_address(new) in own else new) for kept, new in pairs]
@@ -166,15 +174,16 @@ class Carried:
                 kept.tensor.copy_(new)
             put([kept.place for kept, _ in pairs])
 
-    def _alone(self, pairs: list[tuple[_Carry, Tensor]]) -> list[tuple[_Carry, Tensor]]:
-        """Return those whose new tensor is in no other place of a module. One of ampkit's own there becomes a copy."""
-        places = [(_key(cell), cell, _entry(cell)) for cell in cells(self._modules, (), {}, computed=True)]
-        holders = Counter(storage_address(tensor) for _, _, tensor in places)
+    def _alone(self, pairs: list[tuple[_Carry, Tensor]], held: LeftTensors) -> list[tuple[_Carry, Tensor]]:
+        """Return those whose new tensor is in no other place. One of ampkit's own in another place becomes a copy."""
+        places = self.places(held)
+        holders = Counter(storage_address(each.tensor) for each in places.values())
         pairs = [(kept, new) for kept, new in pairs if holders[storage_address(new)] < 2]
         written = {storage_address(kept.tensor) for kept, _ in pairs}
-        keys = {_key(kept.cell) for kept, _ in pairs}
-        got = [(cell, tensor) for key, cell, tensor in places if key not in keys and storage_address(tensor) in written]
-        put([(cell.table, cell.key, tensor.detach().clone()) for cell, tensor in got])
+        for key in {_key(kept.cell) for kept, _ in pairs}:
+            places.pop(key, None)
+        got = [each for each in places.values() if storage_address(each.tensor) in written]
+        put([each._replace(tensor=each.tensor.detach().clone()).place for each in got])
         return pairs
 
     def apart(self, output: Tensor) -> Tensor:
@@ -224,15 +233,16 @@ REPLACES = (
 )
 
 
+_REFERENCES = 3  # to what is in one place alone: that of the place, a variable, and the argument of `getrefcount`
+
+
 def _key(cell: Cell) -> Hashable:
     return id(cell.table), cell.key
 
 
 def _entry(cell: Cell) -> Any:
     """Return what is in a place, None if it is gone."""
-    if isinstance(cell.table, dict):
-        return dict.get(cell.table, cell.key)
-    return cell.table[cell.key] if cell.key < len(cell.table) else None
+    return entry(cell.table, cell.key)
 
 
 def _replaced(before: Mapping[Hashable, _Carry], now: Mapping[Hashable, _Carry]) -> list[Hashable]:

@@ -158,6 +158,10 @@ class TrainingState(StateWatch[Generation]):
         """The tensors that calls would replace, and change in place instead."""
         return Carried(self.modules)
 
+    def carrying(self) -> AbstractContextManager[None]:
+        """Return the context of a call in which the tensors of `carried` are changed in place."""
+        return self.carried.carrying(self.held_tensors)
+
     def noting_reads(self, in_parts: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context for a step, whose code tells which attributes and variables are compared from then on.
 

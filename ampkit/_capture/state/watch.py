@@ -284,9 +284,7 @@ class StateWatch(Generic[_G]):
 
     def held_tensors(self) -> LeftTensors:
         """Return what modules and variables hold now, to be told behind a call what that has left there."""
-        compared = [] if self._seen is None else self._seen[0].tensors
-        modules = [] if self._walk is None else self._walk.modules
-        return LeftTensors(modules, self._functions, set(map(id, compared)))
+        return LeftTensors([] if self._walk is None else self._walk.modules, self._functions)
 
     def rates(self) -> list[Tensor]:
         """Return the tensors that optimizers read their learning rates from."""

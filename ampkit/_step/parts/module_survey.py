@@ -122,7 +122,7 @@ class Survey:
         self.calls: list[ModuleCall] = []  # in the order in which they began, but for those within a backward
         self.lines: dict[str, None] = {}  # that cannot be captured, with what happens there
         self._writes_may_stop = writes_may_stop
-        self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], (), ())
+        self._held = LeftTensors([] if writes_may_stop else [module for _, module in self._modules], ())
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address

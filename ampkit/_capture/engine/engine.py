@@ -1,7 +1,6 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..._torch.tensors.settings import settle_attention_priority
 from ..._undo import Undo
 from ..compare.schedule import ComparisonSchedule
 from ..compare.verify import Verifier
-from ..graph.cache import Captured, copied
+from ..graph.cache import DOES_NOT_FIT, Captured, copied
 from ..graph.capture_query import captures, seeing_capture
 from ..graph.graph import OtherAnswerError
 from ..graph.kernel_names import KernelTable
@@ -122,9 +121,9 @@ class Engine:
                 if compares or captured.timing.replay.wanted:
                     return self._watched_replay(captured, phase, leaves, start, compares)
                 return captured.replay(leaves)
-            except OtherAnswerError:
-                pass  # what the user's code holds open in an emulated replay is closed with the traceback
-            eager = partial(self._answer_otherwise, key, captured.timing, captured.sees_capture)
+            except OtherAnswerError as error:
+                reason = str(error)  # not called here: what an emulated replay holds open ends with the traceback
+            eager = partial(self._answer_otherwise, key, captured.timing, captured.sees_capture, reason)
             return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
         eager = partial(self._call_without_graph, key, start)
         return call_aligned(
@@ -143,13 +142,16 @@ class Engine:
         if all_can and isinstance(stage, Cold):
             return self._warm_up(key, layout, stage, EagerCall(key.phase, args, kwargs, leaves, start))
         if all_can and is_warm and all_want:
-            outputs = _ANSWERED_OTHERWISE
-            with suppress(OtherAnswerError):
+            reason: str | None = None
+            try:
                 outputs = self._capture_and_replay(key, layout, leaves)
-            if outputs is _ANSWERED_OTHERWISE:
-                return self._answer_otherwise(key, layout.timing, layout.answer.sees_capture, args, kwargs, leaves)
-            if outputs is not _NOT_CAPTURED:
-                return outputs
+                if outputs is not _NOT_CAPTURED:
+                    return outputs
+            except OtherAnswerError as error:
+                reason = str(error)
+            if reason is not None:
+                sees_capture = layout.answer.sees_capture
+                return self._answer_otherwise(key, layout.timing, sees_capture, reason, args, kwargs, leaves)
         if layout.refusal is IN_PARTS:
             return self._session.splitter.call(self, layout, key.phase, args, kwargs)
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
@@ -174,18 +176,19 @@ class Engine:
         key: Key,
         timing: Timing,
         sees_capture: bool,
+        reason: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         _: list[Any],
     ) -> Any:
-        """Call eagerly, because a replay had another answer at a cut, and was undone."""
+        """Call eagerly, because a replay had another answer at a cut, and was undone; or for a reason."""
         self.replays -= 1
         timing.replays -= 1
         fn = seeing_capture(self._session.fn, sees_capture)
-        if self._questions.asked(key) is not None:
+        if not reason and self._questions.asked(key) is not None:
             self._questions.miss(key, self.replays)
         before = numbers_in(self._state.modules)
-        outputs = self._eager.run(_OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
+        outputs = self._eager.run(reason or _OTHER_ANSWER, lambda: fn(key.phase, *args, **kwargs))
         now, may_stop = numbers_in(self._state.modules), self._session.options.may_stop
         changed = [name for name in now if not (are_same(before.get(name, ABSENT), now[name]) or may_stop(name))]
         if changed:  # the calls with the answer of the capture may change it back, and no replay would
@@ -200,7 +203,7 @@ class Engine:
         """Replay. Compare that with an eager call if it is due. Otherwise time it if its start is given."""
         if compares and self._ranks.together:
             if not captured.fits():  # before an eager call leaves other tensors
-                raise OtherAnswerError
+                raise OtherAnswerError(DOES_NOT_FIT)
             fn = seeing_capture(self._session.fn, captured.sees_capture)
             outputs = self._verified(captured, partial(fn, phase), leaves)
             self._comparisons.note()
@@ -492,6 +495,5 @@ _CHANGES = (
     "back. Lines that ask about more than the input are named from now on. Keep it in a tensor on the device, or set "
     "it behind the call."
 )
-_ANSWERED_OTHERWISE = object()
 _NOT_CAPTURED = object()  # None may be what a function returns
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -78,7 +78,7 @@ def record(
     flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
     held = state.held_tensors()
     failure: CaptureError | None = None
-    state.carried.replaced.clear()
+    state.carried.forget_replaced()
     ranks.reducers.begin_capture()
     state.renew_gradient_nodes()
     with Undo() as undo:

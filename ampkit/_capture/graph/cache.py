@@ -55,7 +55,7 @@ class Captured:
             InputMismatch: see `StaticInputs.refuse_shared`. Nothing was done.
         """
         if not self.fits():
-            raise OtherAnswerError
+            raise OtherAnswerError(DOES_NOT_FIT)
         self.inputs.copy_(leaves)
         outputs: GraphOutputs = self._graph.replay()
         if self.inputs.any_changed:
@@ -362,3 +362,6 @@ class Cache:
         """Bytes of the buffers that graphs read their inputs from."""
         inputs = sum(captured.inputs.nbytes for captured in self._graphs.values())
         return inputs + sum(lengths.buffer_bytes for lengths in self.multi_step.values())
+
+
+DOES_NOT_FIT = "something else lies in an attribute, a dict or a list than when the graph was captured"

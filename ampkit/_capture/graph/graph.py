@@ -33,7 +33,8 @@ def same(outputs: Any) -> Any:
 class OtherAnswerError(BaseException):
     """The host reads another answer in a replay than the one that the rest of the graph was captured with.
 
-    In an emulated graph it is raised in the user's code, which may catch each `Exception`.
+    Its text, if there is one, is another reason why the call is to be made eagerly. In an emulated graph it is raised
+    in the user's code, which may catch each `Exception`.
     """
 
 

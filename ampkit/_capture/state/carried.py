@@ -1,6 +1,6 @@
 """Tensors in modules, objects, dicts and lists that calls put others in place of: they are changed in place."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +32,17 @@ class _Carry(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Known:
+    """What is known of a place."""
+
+    judged: set[Hashable] = field(default_factory=set)  # the layouts of what was there when `learn` has judged it
+    is_read: bool = False  # whether calls read the tensor in it
+    is_renewed: bool = False  # and then put another one there
+    is_output: bool = False  # whether calls leave tensors of several layouts there, and do not read it
+    is_replaced: bool = False  # since `forget_replaced`, by a tensor of the layout of ampkit's own
+
+
+@dataclass(eq=False)
 class Carried:
     """Has calls change tensors in place that they would replace, as in `self.center = 0.9 * self.center + x.mean()`.
 
@@ -42,12 +53,7 @@ class Carried:
 
     _modules: Mapping[str, nn.Module]
     _own: dict[Hashable, _Carry] = field(default_factory=dict)
-    _judged: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # places, with the layouts of what was there
-    _read: set[Hashable] = field(default_factory=set)  # places whose tensors calls read
-    _renewed: set[Hashable] = field(default_factory=set)  # those in which they put another one then
-    # Attributes of modules that calls leave tensors of several layouts in, and do not read: see `LeftTensors`.
-    _outputs: set[Hashable] = field(default_factory=set)
-    replaced: set[Hashable] = field(default_factory=set)  # by calls since this was cleared, in the layout of their own
+    _known: defaultdict[Hashable, _Known] = field(default_factory=lambda: defaultdict(_Known))  # by place
     _with_gradient: set[Hashable] = field(default_factory=set)  # places through whose tensors a backward goes
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
@@ -60,11 +66,18 @@ class Carried:
 
     def is_output(self, cell: Cell) -> bool:
         """Return whether calls only leave tensors in a place, as far as operations show."""
-        return _key(cell) in self._outputs
+        key = _key(cell)
+        return key in self._known and self._known[key].is_output
 
     def is_renewed(self, table: Any, key: Any) -> bool:
         """Return whether calls read the tensor in a place, and leave another one for the next call."""
-        return (id(table), key) in self._renewed
+        place = id(table), key
+        return place in self._known and self._known[place].is_renewed
+
+    def forget_replaced(self) -> None:
+        """Forget in which places calls have put other tensors, before a call that is to show it."""
+        for known in self._known.values():
+            known.is_replaced = False
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of ampkit's own that no module has, by what messages call them."""
@@ -88,12 +101,12 @@ class Carried:
         """
         now, rebound = self.places(held), dict[Hashable, _Carry]()
         replaced, olds = _replaced(before, now), {storage_address(kept.tensor) for kept in before.values()}
-        self._read |= {key for key, kept in before.items() if is_read(kept.tensor)}
-        self._outputs -= self._read
+        for key in [key for key, kept in before.items() if is_read(kept.tensor)]:
+            self._known[key].is_read, self._known[key].is_output = True, False
         for key in replaced:
             old, kept = before[key].tensor, now[key]
-            if key in self._read and storage_address(old) != storage_address(kept.tensor):
-                self._renewed.add(key)
+            if self._known[key].is_read and storage_address(old) != storage_address(kept.tensor):
+                self._known[key].is_renewed = True
             self._note_output(key, old, kept.cell)
             # Whether a backward goes through a tensor is shown by the call behind that which has made it.
             is_cut = key not in self._with_gradient and (old.grad_fn is not None or not kept.tensor.requires_grad)
@@ -117,7 +130,7 @@ class Carried:
             rebound = {key: kept for key, kept in rebound.items() if key not in shared}
             unread -= shared
         for key in rebound.keys() | unread:
-            self._judged.setdefault(key, set()).add(_layout(before[key].tensor))
+            self._known[key].judged.add(_layout(before[key].tensor))
         for key, kept in rebound.items():
             own = kept.tensor.detach().clone()
             self._own[key] = kept._replace(tensor=own, with_gradient=kept.tensor.requires_grad)
@@ -141,8 +154,8 @@ class Carried:
         """
         now = self.places(held)
         for key in _replaced(before, now):
-            layout, judged = _layout(before[key].tensor), self._judged.get(key)
-            if judged is None or (layout not in judged and layout == _layout(now[key].tensor)):
+            layout, judged = _layout(before[key].tensor), self._known[key].judged
+            if not judged or (layout not in judged and layout == _layout(now[key].tensor)):
                 return True
         return False
 
@@ -164,7 +177,7 @@ class Carried:
                 is_new_alone = getrefcount(new) <= _REFERENCES and shares_storage_with_none(new)
                 are_alone = are_alone and is_new_alone and getrefcount(kept.tensor) < before
                 pairs.append((kept, new))
-                self.replaced.add(key)
+                self._known[key].is_replaced = True
         with torch.no_grad():
             pairs = pairs if are_alone else self._alone(pairs, look())
             own = {storage_address(kept.tensor) for kept, _ in pairs}
@@ -194,8 +207,8 @@ class Carried:
     def _note_output(self, key: Hashable, old: Tensor, cell: Cell) -> None:
         """Take note of a place if a call has put a tensor of another layout there, and no operation reads it."""
         new, is_attribute = _entry(cell), "_buffers" in cell.table  # of a module
-        if is_attribute and key not in self._read and is_tensor(new) and _layout(old) != _layout(new):
-            self._outputs.add(key)
+        if is_attribute and not self._known[key].is_read and is_tensor(new) and _layout(old) != _layout(new):
+            self._known[key].is_output = True
             self._own.pop(key, None)
 
     def putting_back(self) -> Callable[[], None]:
@@ -211,8 +224,8 @@ class Carried:
         whether code of the step reads attributes of a name.
         """
         held = [
-            (kept, not kept.of_module or key in self._read or is_loaded(kept.cell.key), key in self.replaced)
-            for key, kept in self._own.items()
+            (kept, not kept.of_module or known.is_read or is_loaded(kept.cell.key), known.is_replaced)
+            for known, kept in ((self._known[key], kept) for key, kept in self._own.items())
             if _entry(kept.cell) is kept.tensor
         ]
 

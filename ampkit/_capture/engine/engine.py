@@ -21,6 +21,7 @@ from ..graph.report import GraphReport, Report
 from ..graph.timing import Timing
 from ..graph.turns import Turn, turns_on
 from ..host.constants import ABSENT, HostConstants, are_same
+from ..host.roots import Root
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW
@@ -194,6 +195,10 @@ class Engine:
         if changed:  # the calls with the answer of the capture may change it back, and no replay would
             self._questions.stop_cutting(_CHANGES.format(changed[0]))
         return outputs
+
+    def roots_and_values(self) -> tuple[list[Root], list[Any]]:
+        """Return the variables that code of the step reads or sets, and what they lead to."""
+        return self._state.reads.roots_and_values()
 
     # ----------------------------------------------------------------------------------------------- with a graph
 

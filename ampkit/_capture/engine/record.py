@@ -1,6 +1,6 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
-from ..host.left_tensors import moves, put
+from ..host.left_tensors import LeftTensors, moves, put
 from ..preflight.host_values import refuse_reads
 from ..ranks.ranks import Ranks
 from ..state.carried import REPLACES
@@ -76,7 +76,8 @@ def record(
     before = state.tensors()
     walk = Walk(state.modules)
     flags, gradients = walk.flags(), walk.gradients() if state.finds_gradients else []
-    held = state.held_tensors()
+    held, reads = state.held_tensors(), state.read_values()
+    left: Left | None = None
     failure: CaptureError | None = None
     state.carried.forget_replaced()
     ranks.reducers.begin_capture()
@@ -99,6 +100,11 @@ def record(
                 )
             if any(moves(was, now) or state.carried.is_renewed(table, key) for table, key, now, was in held.new()):
                 raise CaptureError(REPLACES)
+            left, is_lost = _left(walk, flags, gradients, held, state.carried.copied)
+            if is_lost:
+                raise CaptureError(REPLACES)
+            if changed := state.changed_since(reads):
+                raise CaptureError(_CHANGED.format(", ".join(changed[:3])))
         except CaptureError as error:
             advice = ranks.reducers.advice
             failure = CaptureError(f"{error}{advice}") if advice else error
@@ -111,11 +117,22 @@ def record(
             finally:
                 del failure  # its traceback refers to this frame: a cycle, which would keep what the step made
         undo.forget()
-    changed = walk.changed_flags(flags)
-    found = dict(gradients)
+    return left
+
+
+def _left(walk: Walk, flags: Any, gradients: Any, held: LeftTensors, copied: Set[int]) -> tuple[Left | None, bool]:
+    """Return what a capture has left, for replays, and whether none can follow. Put back what was there before."""
+    changed, found = walk.changed_flags(flags), dict(gradients)
     left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
-    put_there, fits = held.taken(), held.fitting()
+    put_there, (fits, is_lost) = held.taken(), held.fitting(copied)
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
     held.put_back()
-    return Left(walk, changed, left, put_there, fits) if changed or left or put_there or fits else None
+    has_left = bool(changed or left or put_there or fits)
+    return Left(walk, changed, left, put_there, fits) if has_left else None, is_lost
+
+
+_CHANGED = (
+    "{0}: the step changes it on the host, where a replay would not do so. Return in aux what is to be kept, or change "
+    "it behind the call."
+)

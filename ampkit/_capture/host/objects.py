@@ -76,6 +76,12 @@ class Slots:
             return False
         return True
 
+    def names(self) -> Iterator[str]:
+        """Yield the names that the class has in `__slots__`."""
+        for base in bases_of(type(self.owner)):
+            if "__slots__" in class_table(base):
+                yield from (name for name, each in class_table(base).items() if type(each) is MemberDescriptorType)
+
 
 @dataclass(eq=False)
 class _Whole:
@@ -371,9 +377,7 @@ def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any
     if own is not None and len(own) <= _MOST_NAMED:
         hidden.update(own)
         yield id(own), True, own, list(own.items())
-    tables = [class_table(base) for base in bases_of(kind) if "__slots__" in class_table(base)]
-    names = [name for table in tables for name, value in table.items() if type(value) is MemberDescriptorType]
-    if names:
+    if names := list(slots.names()):
         hidden.update(names)
         yield id(owner), True, slots, [(name, slots[name]) for name in names if name in slots]
     if own is not None or names:

@@ -94,7 +94,7 @@ from .executed import Executed
 from .objects import File, HeldTable, any_name, holders, noted_function, noted_inside, users_function, users_methods
 from .opened_files import seeing_opened_files
 from .profiling import seeing_calls
-from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
+from .roots import Notes, Path, PathKey, Reader, Root, is_left_alone, unreadable
 
 _OPENED = "the file written in "
 _KIND = re.compile(f"the variable |the attribute |{_OPENED}")
@@ -210,6 +210,11 @@ class Reads:
         """Return whether code of steps reads attributes of this name."""
         return self._names.has_somewhere(name)
 
+    def roots_and_values(self) -> tuple[list[Root], list[Any]]:
+        """Return the variables that code of steps reads or sets, and what they lead to."""
+        paths = self._paths.values()
+        return [path.root for path in paths], list(chain.from_iterable(path.values() for path in paths))
+
     def take_problem(self) -> str:
         """Return why it could not be told what the last step read, "" if it could; then forget it."""
         problem, self._problem = self._problem, ""
@@ -302,7 +307,7 @@ class Reads:
             rewritten | whole(place for place in different(start, now) if place not in again),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: isinstance(after.get(place[0] or (), {}).get(place[1]), weakref.ref),
-            is_number=lambda place: is_of_numbers(after.get(place[0] or (), {}).get(place[1])),
+            is_number=lambda place: holds_numbers(after.get(place[0] or (), {}), place[1]),
             is_compared=lambda place: place in rewritten and place[0] in compared,
         )
         self._whole |= notes.whole
@@ -470,6 +475,13 @@ class Reads:
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), is_set=is_set, all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
+
+
+def holds_numbers(found: dict[str, Any], text: str) -> bool:
+    """Return whether there are numbers alone in what is written like this: `found` is noted of values."""
+    inside = [value for each, value in found.items() if each.startswith(f"{text}[")]
+    inside = inside or [found[each] for each in (text,) if each in found]
+    return bool(inside) and all(map(is_of_numbers, inside))
 
 
 def _is_there(name: str) -> Callable[[dict[str, Any]], tuple[bool]]:

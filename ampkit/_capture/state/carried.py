@@ -55,6 +55,7 @@ class Carried:
     _own: dict[Hashable, _Carry] = field(default_factory=dict)
     _known: defaultdict[Hashable, _Known] = field(default_factory=lambda: defaultdict(_Known))  # by place
     _with_gradient: set[Hashable] = field(default_factory=set)  # places through whose tensors a backward goes
+    copied: set[int] = field(default_factory=set)  # ids of what was copied since `forget_replaced`
 
     def places(self, held: LeftTensors) -> dict[Hashable, _Carry]:
         """Return all places of tensors as they are now: those of modules, and those that variables lead to (`held`)."""
@@ -76,6 +77,7 @@ class Carried:
 
     def forget_replaced(self) -> None:
         """Forget in which places calls have put other tensors, before a call that is to show it."""
+        self.copied.clear()
         for known in self._known.values():
             known.is_replaced = False
 
@@ -185,6 +187,7 @@ class Carried:
             pairs = [(kept, new.clone() if storage_address(new) in own else new) for kept, new in pairs]
             for kept, new in pairs:
                 kept.tensor.copy_(new)
+                self.copied.add(id(new))
             put([kept.place for kept, _ in pairs])
 
     def _alone(self, pairs: list[tuple[_Carry, Tensor]], held: LeftTensors) -> list[tuple[_Carry, Tensor]]:

@@ -21,10 +21,10 @@ from ..graph.report import GraphReport, Report
 from ..graph.timing import Timing
 from ..graph.turns import Turn, turns_on
 from ..host.constants import ABSENT, HostConstants, are_same
-from ..host.roots import Root
 from ..keys.inputs import BatchReader
 from ..keys.key import Key
 from ..preflight.draw_paths import NEW
+from ..preflight.undeclared import replaced
 from ..ranks.job_end import close_before_end
 from ..ranks.ranks import Together
 from ..state.bound import why_not_scripted
@@ -136,7 +136,8 @@ class Engine:
     ) -> Any:
         layout = self._layout(key)
         stage, is_warm = layout.stage, isinstance(layout.stage, Warm)
-        problem = (layout.problem if is_warm else "") or self._ranks.reducers.problem or self._note(key, layout)
+        found = (layout.problem or replaced(layout.loose)) if is_warm else ""
+        problem = found or self._ranks.reducers.problem or self._note(key, layout)
         all_want, all_can = self._ranks.decide(is_warm, not problem, settled=False)
         if not layout.refusal and not all_can:
             self._give_up(layout, "cannot be captured", CaptureError(problem or self._ranks.other_found), key)
@@ -196,9 +197,9 @@ class Engine:
             self._questions.stop_cutting(_CHANGES.format(changed[0]))
         return outputs
 
-    def roots_and_values(self) -> tuple[list[Root], list[Any]]:
-        """Return the variables that code of the step reads or sets, and what they lead to."""
-        return self._state.reads.roots_and_values()
+    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Return where the variables are that code of the step reads or sets, and what they lead to."""
+        return self._state.reads.places_and_values()
 
     # ----------------------------------------------------------------------------------------------- with a graph
 

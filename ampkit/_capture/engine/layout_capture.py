@@ -87,7 +87,7 @@ class LayoutCapture:
 
         then, state = self._layouts.make_outputs, self._session.state
         context = layout.rehearsal.capturing
-        left = record(graph, recorded, context, then, state, self._ranks, self._cache.clear)
+        left = record(graph, recorded, context, then, state, self._ranks, self._cache.clear, layout.loose)
         if left is not None and isinstance(graph, CutGraph):
             graph.keep(left.tensors())
         return graph, inputs, left

@@ -12,6 +12,7 @@ from ..graph.capture_query import Answer
 from ..graph.kernel_names import NOT_NOTED, KernelNames, NotedKernels
 from ..graph.timing import Timing
 from ..keys.key import Key
+from ..preflight.touched import Use
 from ..state.overlaps import Writes
 from .options import WARM_UP
 
@@ -63,6 +64,7 @@ class Layout:
         writes: the tensors of the state that its calls change.
         uploads_in_operations: whether operations of its calls get constants of the host, see `Uploads.operands`.
         timing: how long its calls take.
+        loose: how the last call under the preflight has used tensors that nobody owns.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Layout:
         self.writes: Writes = Writes()
         self.uploads_in_operations: bool = False
         self.timing: Timing = Timing()
+        self.loose: list[Use] = []
         self._has_differed = self._looks_again = False
 
     # ------------------------------------------------------------------------------------------------- the warm-up
@@ -108,6 +111,10 @@ class Layout:
     def note_uploads(self, in_operations: bool) -> None:
         """Take note of whether operations of the call under the preflight got constants of the host."""
         self.uploads_in_operations = in_operations
+
+    def note_loose(self, loose: list[Use]) -> None:
+        """Take note of how the call under the preflight has used tensors that nobody owns."""
+        self.loose = loose
 
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.

@@ -220,7 +220,8 @@ class MultiStepGraphs:
         with Undo() as undo:
             undo.note(graph.reset)
             then, state = self._layouts.make_outputs, self._session.state
-            left = record(graph, recorded, recording, then, state, self._ranks, self._cache.clear)
+            loose = [use for single in steps.singles for use in self._layouts.layout_of(single).loose]
+            left = record(graph, recorded, recording, then, state, self._ranks, self._cache.clear, loose)
             if comparison is not None and comparison.difference:
                 raise CaptureError(comparison.difference)
             undo.forget()

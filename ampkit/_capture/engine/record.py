@@ -1,6 +1,6 @@
 """The capture of one graph, on all ranks or on none: what a failure undoes, and what a replay does not do by itself."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..graph.graph import Graph, MakeContext, Then
 from ..graph.pool import no_recompile
 from ..host.left_tensors import LeftTensors, moves, put
 from ..preflight.host_values import refuse_reads
+from ..preflight.touched import Use, addresses
 from ..ranks.ranks import Ranks
 from ..state.carried import REPLACES
 from ..state.state import TrainingState
@@ -53,6 +54,7 @@ def record(
     state: TrainingState,
     ranks: Ranks,
     drop_graphs: Callable[[], object],
+    loose: Iterable[Use] = (),
 ) -> Left | None:
     """Capture a graph on all ranks.
 
@@ -64,6 +66,7 @@ def record(
         state: what `fn` may change.
         ranks: those that capture now.
         drop_graphs: drops all graphs, if the failure leaves none of them right.
+        loose: how calls use tensors that nobody owns.
 
     Returns:
         What leaves the modules in the mode, and their tensors with the `requires_grad` and the gradients, in which `fn`
@@ -86,6 +89,7 @@ def record(
         undo.note(walk.put_back, flags)
         undo.note(walk.set_gradients, gradients)
         undo.note(state.rebind, before)
+        undo.note(held.restore)
         undo.note(held.put_back)
         undo.note(graph.reset)
         refuse = refuse_reads(undo)
@@ -100,7 +104,7 @@ def record(
                 )
             if any(moves(was, now) or state.carried.is_renewed(table, key) for table, key, now, was in held.new()):
                 raise CaptureError(REPLACES)
-            left, is_lost = _left(walk, flags, gradients, held, state.carried.copied)
+            left, is_lost = _left(walk, flags, gradients, held, state, loose)
             if is_lost:
                 raise CaptureError(REPLACES)
             if changed := state.changed_since(reads):
@@ -120,11 +124,15 @@ def record(
     return left
 
 
-def _left(walk: Walk, flags: Any, gradients: Any, held: LeftTensors, copied: Set[int]) -> tuple[Left | None, bool]:
+def _left(
+    walk: Walk, flags: Any, gradients: Any, held: LeftTensors, state: TrainingState, loose: Iterable[Use]
+) -> tuple[Left | None, bool]:
     """Return what a capture has left, for replays, and whether none can follow. Put back what was there before."""
     changed, found = walk.changed_flags(flags), dict(gradients)
     left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
-    put_there, (fits, is_lost) = held.taken(), held.fitting(copied)
+    put_there = held.taken()
+    used = addresses(tensor for use in loose if (tensor := use.tensor()) is not None)
+    fits, is_lost = held.fitting(state.carried.copied, used, state.reads.left_out())
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
     held.put_back()

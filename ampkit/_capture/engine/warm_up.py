@@ -20,7 +20,7 @@ from ..preflight.draw_paths import NOTHING_DRAWN, DrawPath
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Finding, describe
 from ..preflight.questions import AskedPath, answering_questions
-from ..preflight.undeclared import Undeclared
+from ..preflight.undeclared import Undeclared, replaced
 from ..preflight.watched_call import WatchedCall
 from ..state.carried import REPLACES
 from ..state.snapshot import Snapshot
@@ -42,6 +42,7 @@ class WarmUp:
         self._draws, self._questions = draws, questions
         self._undeclared = Undeclared(session.state, session.device, refuses_changes=session.declared)
         self._host_changes = HostChanges(session.state, session.options.may_stop)
+        self._state.reads.let_stop(session.options.may_stop, some=session.options.host_writes != "name")
         # In these, the allocator can give back later what a call frees.
         self._segments = growing_segments if session.on_cuda else nullcontext
 
@@ -101,6 +102,9 @@ class WarmUp:
         written = [_WRITTEN.format(what) for what in layout.written]
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
+        gone = replaced(layout.loose)
+        if gone not in problem:  # it is said once
+            problem = "\n".join(filter(None, (problem, gone)))
         layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
         if (printing := self._host_changes.take_printing()) and isinstance(layout.stage, Warm) and not layout.problem:
             self._session.fallback.warn_once("prints", printing)
@@ -139,7 +143,7 @@ class WarmUp:
         with self._state.noting_reads(in_parts=lambda: False):
             outputs = self._eager.run(layout.reason, rehearsal)
         # Calls of other layouts, and of other functions with this state, come in between.
-        layout.note_writes(self._state.reads.writes(layout.written_before, self._session.options.may_stop))
+        layout.note_writes(self._state.reads.writes(layout.written_before))
         self._compare_what_was_read(layout)
         is_asked = asked is None or (tuple(cuts.answers) == asked.answers and not cuts.differs)
         return outputs, not carried.has_more(places, held), is_asked
@@ -151,7 +155,7 @@ class WarmUp:
         """
         session, state, answer = self._session, self._state, layout.answer
         known, held = state.tensors().keys(), state.held_tensors()
-        places = state.carried.places(held)
+        places, memory = state.carried.places(held), held.memory()
 
         def looked() -> Any:
             tried = answer.problem_when_hidden
@@ -180,11 +184,13 @@ class WarmUp:
             noting_reads = state.noting_reads(in_parts=lambda: bool(watched.preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
                 outputs = self._eager.run(layout.reason, looked)
-                replaced = state.carried.learn(places, held, observer.has_read, session.device)
-                observer.take_for_each_other(replaced)
+                renewed = state.carried.learn(places, held, observer.has_read, session.device)
+                observer.take_for_each_other(renewed)
+                observer.lost = memory - held.memory()
             layout.note_uploads(watched.provenance.in_operations)
+        layout.note_loose(self._undeclared.take_loose())
         self._compare_what_was_read(layout)
-        if replaced and not len(session.cache):
+        if renewed and not len(session.cache):
             session.settings_history.accept()
         if observer.nested:
             layout.rehearsal.give_up("there are nested tensors, and torch cannot record operations on those")
@@ -234,6 +240,8 @@ class WarmUp:
     def _compare_what_was_read(self, layout: Layout) -> None:
         """Compare what the call just made has read with what it is in the next calls."""
         layout.note_reads(self._state.reads.take_problem(), self._state.reads.written.keys())
+        if self._state.reads.take_widened():
+            self._session.cache.clear()  # what the graphs take for granted is compared no longer
         self._undeclared.take_without_tensors(self._state.reads.modules())
         self._session.settings_history.take_values()
 

@@ -19,7 +19,7 @@ from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is
 from .code import functions_of, line_of, names, names_looked_up
 from .constants import ABSENT, CLOSED_PACKAGES, are_equal, bases_of, is_plain, module_name
 from .executed import Executed
-from .objects import HeldTable, any_name, holders
+from .objects import SET_BY_REPLAYS, HeldTable, any_name, class_numbers, holders
 
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 _PACKAGES = f"-packages{os.sep}"
@@ -206,8 +206,9 @@ class HostChange(NamedTuple):
     place: Hashable
     name: str  # by which the code that changes it reads it
     attribute: str  # that it is in
-    was: Any
+    was: Any  # of what is longer or shorter now, how long it was
     now: Any
+    is_set: bool  # whether a replay can set it, too
 
 
 class _Before:
@@ -217,6 +218,7 @@ class _Before:
         modules = list(filter(is_looked_into, modules))
         self._tables = [(vars(module), dict(vars(module))) for module in modules]
         self._inside: list[tuple[HeldTable, str, str, Any]] = []
+        self._classes = [(each[0], each[1], each[-1]) for each in class_numbers(set(map(type, modules)), any_name)]
         seen: dict[str, set[int]] = {}  # what lies under several names is kept for each of them
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -231,17 +233,20 @@ class _Before:
         """Yield what is not the same now, or a list or dict of another length."""
         for table, before in self._tables:
             for key, was, now in _differing(before, table):
-                yield HostChange((id(table), key), key, key, was, now)
+                yield HostChange((id(table), key), key, key, was, now, True)
+        for table, key, was in self._classes:
+            if not are_equal(was, now := table.get(key, ABSENT)):
+                yield HostChange((id(table), key), key, key, was, now, False)
         for holder, attribute, name, was in self._inside:
-            now, place = holder.copy(), id(holder.table)
+            now, place, is_set = holder.copy(), id(holder.table), isinstance(holder.table, SET_BY_REPLAYS)
             if len(was) != len(now):
-                yield HostChange(place, name, attribute, was, now)
+                yield HostChange((place, len), name, attribute, len(was), len(now), is_set)
             if isinstance(was, dict) and isinstance(now, dict):
                 for key, old, new in _differing(was, now):
-                    yield HostChange((place, key), key if isinstance(key, str) else name, attribute, old, new)
+                    yield HostChange((place, key), key if isinstance(key, str) else name, attribute, old, new, is_set)
             elif len(was) == len(now):
                 for key, old, new in _differing(dict(enumerate(was)), dict(enumerate(now))):
-                    yield HostChange((place, key), name, attribute, old, new)
+                    yield HostChange((place, key), name, attribute, old, new, is_set)
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield what there is under a name now."""

@@ -68,7 +68,10 @@ def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
     """
     scan = _BytecodeScan(code)
     table: dict[Read, list[CodePlace]] = {}
+    of_new_object = code.co_name in _OF_NEW_OBJECTS
     for read, place in scan.expressions():
+        if place.sets and of_new_object and read.scope is Scope.ARGUMENT:
+            continue
         table.setdefault(read, []).append(place)
     for inner in code.co_consts:
         for inside, places in reads(inner).items() if isinstance(inner, CodeType) else ():
@@ -80,7 +83,9 @@ def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
 @functools.lru_cache(maxsize=1024)
 def names(code: CodeType) -> Set[str]:
     """Return the names that code reads attributes by, and its texts, which `getattr` may be given."""
-    texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
+    inside = (each for each in code.co_consts if type(each) is tuple)  # names of arguments, keys of a dict
+    texts = (text for text in (*code.co_consts, *chain.from_iterable(inside)) if type(text) is str)
+    texts = (text for text in texts if text.isidentifier())
     return {*code.co_names, *texts, *_attributes_matched(code)}
 
 

@@ -191,19 +191,24 @@ def are_same(old: Any, now: Any) -> bool:
 
 
 def is_of_numbers(value: Any) -> bool:
-    """Return whether there are only numbers and texts in a value, if anything; or whether it is `ABSENT`."""
+    """Return whether there are only numbers, texts and functions in a value; or whether it is `ABSENT`."""
     kind = type(value)  # a weak proxy may be of an object that is gone
     if kind is dict:
         return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, (*value.keys(), *value.values())))
     if kind in (list, set, tuple, torch.Size):
         return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, value))
-    return value is ABSENT or issubclass(kind, (*_NUMBERS, Enum)) or _is_of_numpy(kind, "generic")
+    return value is ABSENT or issubclass(kind, (*_NUMBERS, *_FUNCTIONS, type, Enum)) or _is_of_numpy(kind, "generic")
 
 
 def are_equal(old: Any, now: Any) -> bool:
-    """Return whether two values are the same, as `are_same`, or lists, dicts and sets with the same in them."""
+    """Return whether two values are the same, as `are_same`, or lists, dicts and sets with the same in them.
+
+    Two functions are equal if they have the same code, as one that each call defines.
+    """
     if old is now or type(old) is not type(now):
         return old is now
+    if type(old) is types.FunctionType:
+        return old.__code__ is now.__code__
     if type(old) is dict:
         return list(old) == list(now) and all(map(are_equal, old.values(), now.values()))
     if type(old) in (list, tuple):
@@ -284,8 +289,8 @@ class OwnChanges:
         is_tensor: Callable[[Place], bool],
         is_number: Callable[[Place], bool],
         is_compared: Callable[[Place], bool],
-    ) -> None:
-        """Take note of a call.
+    ) -> bool:
+        """Take note of a call. Return whether something is left out from now on that was compared.
 
         Args:
             changed: the places that have another value behind it.
@@ -301,7 +306,9 @@ class OwnChanges:
         self._calls.update(now)
         read = filter(is_read, self.places - now)
         filled = {each for each in read if is_tensor(each) or is_number(each) or self._calls[each] == 1}
+        widened = any(is_compared(place) for place in now - self.places)
         self.places = (self.places - filled) | now
+        return widened
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,12 @@
 """What calls leave in attributes, variables, dicts and lists, as `self.last_attention = weights` or `self.ran = True`.
 
 No replay would leave it. The tensor of the capture is memory of the graph, which its replays fill. So it is kept, and
-a replay puts it where the call would have put its own. So it does with numbers, of which it is compared what was there.
+a replay puts it where the call would have put its own. So it does with all else, and of numbers it is compared what
+was there.
 """
 
 import gc
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
 from types import CellType
@@ -14,13 +15,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..._torch.tensors.modules import hook_tables, is_module, module_tables, parts_of
-from ..._torch.tensors.tensors import is_tensor
+from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from .calls import KEPT_ELSEWHERE, is_looked_into
-from .code import Scope, given_before
-from .constants import ABSENT, anew, are_equal, are_same, is_of_numbers
-from .objects import File, Reach, Slots, any_name, holders
-from .roots import Root
+from .code import given_before
+from .constants import ABSENT, are_equal, are_same, is_closed, is_of_numbers, is_plain
+from .objects import SET_BY_REPLAYS, File, Reach, Slots, any_name, holders, restoring
 
 
 class LeftTensors:
@@ -29,67 +29,82 @@ class LeftTensors:
     Args:
         modules: those that the step may call.
         functions: those of the user's that ampkit calls in a step.
-        roots: further variables that code reads or sets, see `Root`.
+        places: of further variables that code reads or sets: the dict or cell that they are in, and the key.
         values: what these lead to.
+        may_grow: whether a list may stay as long as a call leaves it, where each call makes it longer.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         functions: Iterable[Any],
-        roots: Iterable[Root] = (),
+        places: Iterable[tuple[Any, Any]] = (),
         values: Iterable[Any] = (),
+        *,
+        may_grow: bool = False,
     ) -> None:
+        self._may_grow = may_grow
         hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
         values = [*values, *(value for function in (*functions, *hooks) for _, value in given_before(function))]
-        variables: dict[int, tuple[Any, dict[str, None]]] = {}  # cells, and the dicts of global variables with names
+        variables: dict[int, tuple[Any, dict[Any, None]]] = {}  # cells, and the dicts of global variables with names
         for function in Reach([*functions, *modules, *hooks]):
             values += chain.from_iterable(map(gc.get_referents, function.__closure__ or ()))
             values += [function.__globals__.get(name) for name in function.__code__.co_names]
-            variables.update((id(cell), (cell, {})) for cell in function.__closure__ or ())
+            variables.update((id(cell), (cell, {"": None})) for cell in function.__closure__ or ())
             names = dict.fromkeys(function.__code__.co_names)
             variables.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(names)
-        for root in roots:
-            names = {} if root.scope is Scope.ENCLOSING else {root.name: None}
-            if root.scope is not Scope.ARGUMENT:
-                variables.setdefault(id(root.owner), (root.owner, {}))[1].update(names)
+        for table, key in places:
+            variables.setdefault(id(table), (table, {}))[1][key] = None
         seen: set[int] = set()
-        held = [each.table for value in values for each in holders(value, any_name, seen, all_entries=True)]
+        held = [each for value in values for each in holders(value, any_name, seen, all_entries=True)]
         for module in modules:
             inside = (value for name, value in vars(module).items() if name not in KEPT_ELSEWHERE)
-            held += chain.from_iterable((each.table for each in holders(value, any_name, seen)) for value in inside)
+            held += chain.from_iterable(holders(value, any_name, seen) for value in inside)
+        held += chain.from_iterable(holders(kind, any_name, seen) for kind in set(map(type, modules)))
         beside = [part for value in values if is_module(value) for part in parts_of(value)]
-        held += chain.from_iterable((vars(part), module_tables(part)[1]) for part in beside)
-        tables = [*map(vars, modules), *(table for table in held if isinstance(table, (dict, list, Slots)))]
-        self._files = [table for table in held if isinstance(table, File)]
+        tables = [*map(vars, modules), *(each.table for each in held if isinstance(each.table, SET_BY_REPLAYS))]
+        tables += chain.from_iterable((vars(part), module_tables(part)[1]) for part in beside)
+        self._files = [each.table for each in held if isinstance(each.table, File)]
         self._before = [(table, dict(_entries(table))) for table in tables]
         self._variables = [(table, list(names), dict(_entries(table, names))) for table, names in variables.values()]
         self._left_alone = {id(vars(module)) for module in modules if not is_looked_into(module)}
+        self._restore = [restore for each in held if (restore := restoring(each)) is not None]
 
-    def fitting(self, copied: Set[int]) -> tuple[Callable[[], bool] | None, bool]:
+    def fitting(self, copied: Set[int], used: Set[int], left_out: Set[str]) -> tuple[Callable[[], bool] | None, bool]:
         """Return what tells whether a replay would find what the call has found; None if there is nothing to look at.
 
         Return also whether no call behind the one that was captured can find it, since that has changed it.
 
-        Lists must be as long as they were, in which it has left something. What it has put elsewhere, or copied to
-        there (`copied` are ids), must be where it was, and so must what lies in several places, for it may have put it
-        into each of them again.
+        Lists must be as long as they were, in which it has left something. Tensors that it has used (`used` are
+        addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where it was. So must
+        what lies in several places, for it may have put it into each of them again, and a number that it may have set
+        again, and that is not compared: those with the names in `left_out`.
         """
         taken = self.taken()
-        lengths = {id(table): (table, len(before)) for table, before in self._before if isinstance(table, list)}
-        lists = [lengths[key] for key in dict.fromkeys(id(table) for table, *_ in taken) if key in lengths]
+        changed = {(id(table), key) for table, key, _ in taken}
+        lengths = {id(table): len(before) for table, before in self._before}
+        lists = [(table, lengths[id(table)]) for table, key, _ in taken if key is _ALL]
         now = Counter(id(tensor) for _, _, tensor in self.tensors())
-        moved = copied | {id(value) for _, _, value in taken} | {each for each, count in now.items() if count > 1}
-        entries = ((table, key, value) for table, before in self._before for key, value in before.items())
-        places = [each for each in entries if is_tensor(each[-1]) and id(each[-1]) in moved]
+        moved = {id(tensor) for _, _, value in taken for tensor in tensors_in(value)} | copied
+        moved |= {each for each, count in now.items() if count > 1}
+        places = []
+        for table, before in self._before:
+            for key, value in before.items():
+                is_used = type(value) in (tuple, Tensor) and not used.isdisjoint(
+                    map(storage_address, tensors_in(value))
+                )
+                if is_used or (is_tensor(value) and id(value) in moved):
+                    places.append((table, key, value))
+                elif isinstance(key, str) and key in left_out and is_of_numbers(value):
+                    places += [(table, key, value)] * ((id(table), key) not in changed)
 
         def fits() -> bool:
-            if any(list.__len__(table) != length for table, length in lists):
+            if any(len(table) != length for table, length in lists):
                 return False
-            return all(entry(table, key) is value for table, key, value in places)
+            found = ((entry(table, key), value) for table, key, value in places)
+            return all(now is value or (is_of_numbers(value) and are_equal(now, value)) for now, value in found)
 
-        put_there = {(id(table), key) for table, key, _ in taken}
-        is_lost = any((id(table), key) in put_there for table, key, _ in places)
+        is_lost = any(not changed.isdisjoint([(id(table), key), (id(table), _ALL)]) for table, key, _ in places)
         return fits if lists or places else None, is_lost
 
     def contents(self) -> list[Any]:
@@ -105,45 +120,51 @@ class LeftTensors:
 
     def tensors(self) -> Iterator[tuple[Any, Any, Tensor]]:
         """Yield the tensors that they hold now: the dict or list, the key, and the tensor."""
-        for table in (table for table, _ in self._before if not isinstance(table, Slots)):
+        for table in (table for table, _ in self._before if isinstance(table, (dict, list))):
             yield from ((table, key, value) for key, value in _entries(table) if is_tensor(value))
 
+    def memory(self) -> set[int]:
+        """Return the addresses of the tensors that they hold now, also in tuples and variables."""
+        tables = [*((table, None) for table, _ in self._before), *((table, each) for table, each, _ in self._variables)]
+        values = [value for table, names in tables for _, value in _entries(table, names)]
+        return set(map(storage_address, tensors_in([value for value in values if type(value) in (tuple, Tensor)])))
+
     def taken(self) -> list[tuple[Any, Any, Any]]:
-        """Return what holds something else now that has tensors in it, or nothing but numbers.
+        """Return what holds something else now: the dict, cell or slots, the key, and the value.
 
-        That is the dict, list or cell, the key, and the value, `ABSENT` if it is gone.
+        It is `ABSENT` if there is none any more, and of a list or deque all that is in it.
         """
-        known = {id(table) for table, _ in self._before}
-        left = [*self.new(), *self._numbers()]
-        made = ((table, key, is_tensor(value) or id(value) in known, value) for table, key, value, _ in left)
-        return [(table, key, value if is_as_it_is else _Remade(value)) for table, key, is_as_it_is, value in made]
-
-    def _numbers(self) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Yield the same as `new`, of what holds numbers now, or nothing, and did not hold the same before."""
-        tables = [(table, None, before) for table, before in self._before if id(table) not in self._left_alone]
-        for table, names, before in (*tables, *self._variables):
-            now = dict(_entries(table, names))
-            for key in {**before, **now} if not isinstance(table, list) else now:
-                was, value = before.get(key, ABSENT), now.get(key, ABSENT)
-                if is_of_numbers(value) and not are_equal(was, value):
-                    yield table, key, value, was
+        known = frozenset(id(table) for table, _ in self._before)
+        return [
+            (table, key, value if is_plain(value) else _Remade(value, known))
+            for table, key, value, was in self._changed()
+            if id(table) not in self._left_alone or tensors_in(value)
+            if not (self._may_grow and key is _ALL and len(value) != len(was))
+        ]
 
     def new(self) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield what holds something else now that has tensors in it: table, key, and value, and what was there."""
-        for table, before in self._before:
-            for key, value in _entries(table):
-                was = before.get(key, ABSENT)
-                if value is not was and tensors_in(value):
-                    yield table, key, value, was
+        yield from (each for each in self._changed() if _has_tensors(each[2]))
+
+    def _changed(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        tables = ((table, None, before) for table, before in self._before)
+        for table, names, before in (*tables, *self._variables):
+            now = dict(_entries(table, names))
+            changed = [key for key in {**before, **now} if not are_equal(before.get(key, ABSENT), now.get(key, ABSENT))]
+            if isinstance(table, (list, deque)):
+                if changed:
+                    yield table, _ALL, list(now.values()), list(before.values())
+            else:
+                yield from ((table, key, now.get(key, ABSENT), before.get(key, ABSENT)) for key in changed)
 
     def put_back(self) -> None:
-        """Put back what was in the places of tensors and numbers that came since."""
-        changed = [*self.new(), *self._numbers()]
-        put([(table, key, was) for table, key, _, was in changed if not isinstance(table, list)])
-        lists = {id(table) for table, *_ in changed if isinstance(table, list)}
-        for table, before in self._before:
-            if isinstance(table, list) and id(table) in lists:
-                list.__setitem__(table, slice(None), list(before.values()))
+        """Put back what was there."""
+        put([(table, key, was) for table, key, _, was in [*self._changed()] if id(table) not in self._left_alone])
+
+    def restore(self) -> None:
+        """Put back what replays do not set: class attributes, sets, arrays."""
+        for restore in self._restore:
+            restore()
 
 
 def moves(was: Any, now: Any) -> bool:
@@ -155,22 +176,42 @@ def moves(was: Any, now: Any) -> bool:
 
 def put(left: list[tuple[Any, Any, Any]]) -> None:
     """Put tensors and numbers where a call has left them. A list that it has made is another one each time."""
+    made: dict[int, Any] = {}  # by the identity of what it is a copy of
     for table, key, given in left:
-        value = anew(given.value) if type(given) is _Remade else given
-        if isinstance(table, list):
-            if key < list.__len__(table):
-                list.__setitem__(table, key, value)
+        value = _anew(given.value, given.known, made) if type(given) is _Remade else given
+        if key is _ALL:
+            if isinstance(table, list):
+                list.__setitem__(table, slice(None), value)
+            else:
+                table.clear()
+                table.extend(value)
         elif isinstance(table, dict):
             dict.pop(table, key, None) if value is ABSENT else dict.__setitem__(table, key, value)
+        elif isinstance(table, (list, deque)):
+            if key < len(table):
+                table[key] = value
         else:
             owner, name = (table.owner, key) if isinstance(table, Slots) else (table, "cell_contents")
             object.__delattr__(owner, name) if value is ABSENT else object.__setattr__(owner, name, value)
 
 
 class _Remade(NamedTuple):
-    """What a call has made, and the next call makes again."""
+    """What a call has put in a place. Lists and dicts that it has made, the next call makes again."""
 
     value: Any
+    known: frozenset[int]  # ids of those that were there before
+
+
+def _anew(value: Any, known: Set[int], made: dict[int, Any]) -> Any:
+    """Return the same, in lists, dicts and sets of its own but for the known ones."""
+    if type(value) not in (dict, list, set) or id(value) in known:
+        return value
+    if id(value) not in made:
+        if type(value) is dict:
+            made[id(value)] = {key: _anew(each, known, made) for key, each in value.items()}
+        else:
+            made[id(value)] = type(value)(_anew(each, known, made) for each in value)
+    return made[id(value)]
 
 
 def entry(table: Any, key: Any) -> Any:
@@ -180,10 +221,22 @@ def entry(table: Any, key: Any) -> Any:
     return table[key] if (key in table if isinstance(table, Slots) else key < len(table)) else None
 
 
-def _entries(table: Any, names: Iterable[str] | None = None) -> list[tuple[Any, Any]]:
+def _entries(table: Any, names: Iterable[Any] | None = None) -> list[tuple[Any, Any]]:
     if type(table) is CellType:
         return [("", value) for value in gc.get_referents(table)]
     names = table.names() if isinstance(table, Slots) else names
     if names is not None:
         return [(name, table[name]) for name in names if name in table]
     return list(dict.items(table) if isinstance(table, dict) else enumerate(table))
+
+
+def _has_tensors(value: Any) -> bool:
+    """Return whether there are tensors in a value, also in an object."""
+    if is_plain(value) or is_closed(value):
+        return is_tensor(value)
+    inside = (each.table for each in holders(value, any_name, set(), all_entries=True))
+    tables = [table for table in inside if isinstance(table, SET_BY_REPLAYS)]
+    return bool(tensors_in(value)) or any(tensors_in([each for _, each in _entries(table)]) for table in tables)
+
+
+_ALL = object()  # in place of a key: all that is in a list

@@ -1,5 +1,6 @@
 """What is in lists, dicts and other objects that a step reads: the tables of their entries and attributes."""
 
+import copy
 import csv
 import functools
 import gc
@@ -7,6 +8,7 @@ import inspect
 import io
 import itertools
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,6 +188,9 @@ _MOST_TABLES = 1000  # in all
 _CACHED = type(functools.cache(lambda: None))
 
 
+SET_BY_REPLAYS = (dict, list, deque, Slots)
+
+
 class HeldTable(NamedTuple):
     """A table with values: of a list, tuple, deque or dict, the `__dict__` of an object or class, `Slots`, `_Whole`."""
 
@@ -195,6 +200,7 @@ class HeldTable(NamedTuple):
     inner: list[Any]  # of those that hold others; of these, the class is compared
     texts: dict[Any, str]  # how each of the values is written, behind the name of the attribute
     is_whole: bool  # whether nothing in it is left out, so that the order of a dict is compared, too
+    owner: Any  # the list or dict, the object that has slots, the class, or what else is read whole
 
     def found(self) -> dict[str, Any]:
         """Return what is noted of the values that are compared, by how each of them is written."""
@@ -248,10 +254,10 @@ def holders(
         path, owner, depth = left.pop()
         if issubclass(type(owner), logging.Handler):  # it writes what is logged, which is told by other means
             continue
-        for identity, is_object, table, entries in _tables(owner):
-            if identity in seen or len(seen) >= _MOST_TABLES:
+        for held, is_object, table, entries in _tables(owner):
+            if id(held) in seen or len(seen) >= _MOST_TABLES:
                 continue
-            seen.add(identity)
+            seen.add(id(held))
             pairs = [
                 (key, entry)
                 for key, entry in entries
@@ -264,8 +270,40 @@ def holders(
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
             keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry) or not _may_change_inside(entry)]
             is_whole = all_entries and not is_object and len(pairs) == len(entries)
-            yield HeldTable(path, table, keys, [key for key, _ in inner], texts, is_whole)
+            yield HeldTable(path, table, keys, [key for key, _ in inner], texts, is_whole, held)
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
+
+
+def restoring(held: HeldTable) -> Callable[[], None] | None:
+    """Return what puts back all that is in a table that replays do not set; None if that cannot be done."""
+    owner, table = held.owner, held.table
+    if isinstance(table, _ContextValue):
+        value = owner.get(ABSENT)
+        return None if value is ABSENT else functools.partial(_set_context, owner, value)
+    if isinstance(table, _Members) and type(owner) is set:
+        return functools.partial(_set_members, owner, set(owner))
+    if isinstance(table, _Array) and not isinstance(owner, CData):
+        everything = ... if hasattr(owner, "shape") else slice(None)
+        return functools.partial(operator.setitem, owner, everything, copy.copy(owner))
+    if isinstance(table, MappingProxyType):
+        return functools.partial(_set_class, owner, {key: table[key] for key in (*held.keys, *held.inner)})
+    return None
+
+
+def _set_context(variable: "ContextVar[Any]", value: Any) -> None:
+    if variable.get(ABSENT) is not value:
+        variable.set(value)
+
+
+def _set_members(owner: set[Any], members: set[Any]) -> None:
+    owner.clear()
+    owner.update(members)
+
+
+def _set_class(owner: type, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if class_table(owner).get(key, ABSENT) is not value:
+            type.__setattr__(owner, key, value)
 
 
 def any_name(_: str) -> bool:
@@ -298,8 +336,8 @@ def _may_change_inside(value: Any) -> bool:
     return issubclass(type(value), (list, tuple, deque, dict, set, frozenset)) or is_array(value) or holds_others(value)
 
 
-def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
-    """Yield what an object holds: an identity, whether it is attributes, the table, and the entries.
+def _tables(owner: Any) -> Iterator[tuple[Any, bool, Any, Sequence[tuple[Any, Any]]]]:
+    """Yield what an object holds: whose it is, whether it is attributes, the table, and the entries.
 
     Nothing is yielded of a plain value, of what is left as it is, and of what is too large to be a setting.
     """
@@ -313,7 +351,7 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
         yield _one_entry(_ContextValue(owner))
     elif issubclass(kind, Tensor) or (issubclass(kind, ModuleType) and is_users_file(file_of_module(owner))):
         if own := own_table(owner):
-            yield id(own), True, own, list(own.items())
+            yield own, True, own, list(own.items())
     elif issubclass(kind, type):
         yield from _of_classes(owner, set())
     elif is_plain(owner) or is_closed(owner):
@@ -325,36 +363,36 @@ def _tables(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, An
             by_identity: Any = object.__hash__  # no code of the user's may look a key up
             safe = (is_plain(key) or type(key).__hash__ is by_identity for key in unnamed)
             numbered = len(unnamed) <= MOST_ENTRIES and all(safe)
-            yield id(owner), False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
+            yield owner, False, owner, [(key, entry) for key, entry in pairs if isinstance(key, str) or numbered]
     elif is_in_order(kind):
         if len(owner) <= MOST_ENTRIES:
-            yield id(owner), False, owner, list(enumerate(owner))
+            yield owner, False, owner, list(enumerate(owner))
     elif issubclass(kind, (set, frozenset)):
         if len(owner) > MOST_ENTRIES or kind.__iter__ not in (set.__iter__, frozenset.__iter__):
             return
         if all(map(is_plain, owner)):
             yield _one_entry(_Members(owner))
         else:
-            yield id(owner), False, _Members(owner), list(enumerate(owner))
+            yield owner, False, _Members(owner), list(enumerate(owner))
     elif is_array(owner):
         is_of_c = isinstance(owner, CData)
         if (sizeof(owner) if is_of_c else owner.size if hasattr(owner, "size") else len(owner)) <= MOST_ENTRIES:
             yield _one_entry(_Array(owner))
     elif kind is functools.partial:
-        yield id(owner), False, _Given(owner), list(enumerate(in_partial(owner)))
+        yield owner, False, _Given(owner), list(enumerate(in_partial(owner)))
     else:
         if issubclass(kind, FileClass):
-            yield id(owner), False, File(owner), []
+            yield owner, False, File(owner), []
             if package_name(kind) in sys.stdlib_module_names:  # what is in it is no setting
                 return
         if kind is _CACHED:
             results = tuple(_results(owner))
-            yield id(owner), False, results, list(enumerate(results))
+            yield owner, False, results, list(enumerate(results))
         yield from _attributes(owner)
 
 
-def _one_entry(table: _Whole) -> tuple[int, bool, Any, Sequence[tuple[Any, Any]]]:
-    return id(table.owner), False, table, [(None, table[None])]
+def _one_entry(table: _Whole) -> tuple[Any, bool, Any, Sequence[tuple[Any, Any]]]:
+    return table.owner, False, table, [(None, table[None])]
 
 
 def _results(cached: Any) -> list[Any]:
@@ -371,20 +409,20 @@ def _results(cached: Any) -> list[Any]:
     return [] if takes else [cached()]  # which calls nothing
 
 
-def _attributes(owner: Any) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
+def _attributes(owner: Any) -> Iterator[tuple[Any, bool, Any, Sequence[tuple[Any, Any]]]]:
     kind, own, slots = type(owner), own_table(owner), Slots(owner)
     hidden: set[str] = set()  # of what the class has under the same name
     if own is not None and len(own) <= _MOST_NAMED:
         hidden.update(own)
-        yield id(own), True, own, list(own.items())
+        yield own, True, own, list(own.items())
     if names := list(slots.names()):
         hidden.update(names)
-        yield id(owner), True, slots, [(name, slots[name]) for name in names if name in slots]
+        yield owner, True, slots, [(name, slots[name]) for name in names if name in slots]
     if own is not None or names:
         yield from _of_classes(kind, hidden)
 
 
-def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, Sequence[tuple[Any, Any]]]]:
+def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[Any, bool, Any, Sequence[tuple[Any, Any]]]]:
     """Yield the settings among the attributes of a class and its bases, but for those whose names are hidden."""
     for base in bases_of(kind):
         if package_name(base) in CLOSED_CLASSES:
@@ -396,7 +434,7 @@ def _of_classes(kind: type, hidden: set[str]) -> Iterator[tuple[int, bool, Any, 
             if not is_left_out and not any("__get__" in class_table(each) for each in bases_of(type(value))):
                 found.append((name, value))  # no method, and no property
         hidden.update(table)
-        yield id(base), True, table, found
+        yield base, True, table, found
 
 
 def _written(path: str, key: Any, table: Any, is_object: bool) -> str:
@@ -424,6 +462,17 @@ def users_methods(kinds: Iterable[type]) -> Iterator[tuple[Any, str, str, Functi
         for name, value in table.items():
             if function := users_function(value):
                 yield table, name, f"{module_name(kind)}.{qualified_name(kind)}.{name}", function
+
+
+def class_numbers(kinds: Iterable[type], is_read: Callable[[str], bool]) -> Iterator[tuple[Any, str, str, Any]]:
+    """Yield the numbers in the user's own classes that code reads: the `__dict__`, the name, how messages name it, and
+    the number."""
+    for kind in dict.fromkeys(chain.from_iterable(map(bases_of, kinds))):
+        if package_name(kind) not in CLOSED_CLASSES:
+            table = class_table(kind)
+            found = ((name, value) for name, value in table.items() if is_read(name) and not name.startswith("__"))
+            text = f"{module_name(kind)}.{qualified_name(kind)}"
+            yield from ((table, name, f"{text}.{name}", value) for name, value in found if is_of_numbers(value))
 
 
 def users_function(value: Any) -> FunctionType | None:

@@ -91,10 +91,21 @@ from .constants import (
     package_name,
 )
 from .executed import Executed
-from .objects import File, HeldTable, any_name, holders, noted_function, noted_inside, users_function, users_methods
+from .objects import (
+    SET_BY_REPLAYS,
+    File,
+    HeldTable,
+    any_name,
+    class_numbers,
+    holders,
+    noted_function,
+    noted_inside,
+    users_function,
+    users_methods,
+)
 from .opened_files import seeing_opened_files
 from .profiling import seeing_calls
-from .roots import Notes, Path, PathKey, Reader, Root, is_left_alone, unreadable
+from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 
 _OPENED = "the file written in "
 _KIND = re.compile(f"the variable |the attribute |{_OPENED}")
@@ -150,7 +161,8 @@ class Reading(NamedTuple):
     tensors: list[Tensor]  # those that variables and attributes lead to, where `place_of` counts
 
 
-_METHODS = ("methods",)  # the key of what is noted of the methods of the user's own classes of modules
+# The keys of what is noted of the methods of the user's own classes of modules, and of numbers in these.
+_METHODS, _NUMBERS = ("methods",), ("numbers",)
 _PROFILED = (
     "A profiler runs, as cProfile, and before Python 3.12 there is one at a time. So all that the methods of modules "
     "could read is compared. Let it run from the first replay on, or write into such attributes elsewhere."
@@ -177,6 +189,9 @@ class Reads:
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
         self._problem = ""
+        self._may_stop: Callable[[str], bool] = any_name
+        self.some_may_stop: bool = False
+        self._widened = False
         # What the last step has left another number in, or longer or shorter, with the line.
         self.written: dict[str, Line | None] = {}
 
@@ -210,23 +225,53 @@ class Reads:
         """Return whether code of steps reads attributes of this name."""
         return self._names.has_somewhere(name)
 
-    def roots_and_values(self) -> tuple[list[Root], list[Any]]:
-        """Return the variables that code of steps reads or sets, and what they lead to."""
-        paths = self._paths.values()
-        return [path.root for path in paths], list(chain.from_iterable(path.values() for path in paths))
+    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Return where the variables are that code of steps reads or sets, see `LeftTensors`; and what they lead to."""
+        places, values = list[tuple[Any, Any]](), list[Any]()
+        for path in self._paths.values():
+            if path.root.scope is not Scope.ARGUMENT:
+                places.append((path.root.owner, "" if path.root.scope is Scope.ENCLOSING else path.root.name))
+            steps = zip(path.parts, path.steps(), strict=False)
+            places += [(table, part.key) for part, (table, _) in steps if isinstance(table, dict)]
+            values += path.values()
+        return places, values
+
+    def left_out(self) -> set[str]:
+        """Return the names under which nothing is compared, because calls change what is there, and it may not stop."""
+        places = (*self._own.places, *self._own_names.places)
+        found = (IDENTIFIER.findall(f"{self._paths.get(key or (), '')}{text}")[-1:] for key, text in places)
+        return {name for name in chain.from_iterable(found) if not self._may_stop(name)}
+
+    def let_stop(self, may_stop: Callable[[str], bool], *, some: bool) -> None:
+        """Take note of what of the host a replay may leave as it is, by its name; and whether that is anything."""
+        self._may_stop, self.some_may_stop = may_stop, some
+
+    def take_widened(self) -> bool:
+        """Return whether something that was compared is left out since the last step; then forget it."""
+        widened, self._widened = self._widened, False
+        return widened
+
+    def _is_set_by_replays(self, path: Path, text: str) -> bool:
+        """Return whether replays set what is written like this, behind what a path leads to."""
+        source = self._follow(path, any_name)
+        if text:
+            found = (holder.table for holder in source.holders if text in holder.texts.values())
+            return isinstance(next(found, None), SET_BY_REPLAYS)
+        tables = [table for table, _ in path.steps()]
+        return isinstance(tables[-1], SET_BY_REPLAYS) if tables else path.root.scope is not Scope.ARGUMENT
 
     def take_problem(self) -> str:
         """Return why it could not be told what the last step read, "" if it could; then forget it."""
         problem, self._problem = self._problem, ""
         return problem
 
-    def writes(self, before: Set[str], may_stop: Callable[[str], bool]) -> list[str]:
+    def writes(self, before: Set[str]) -> list[str]:
         """Return what the last step has left another number in, or longer or shorter, or written, each with a line.
 
         Only what is in `before` too, as what an earlier step has, and what does not stop by its name counts.
         """
         found = ((name, line) for name, line in self.written.items() if name in before)
-        counts = ((name, line) for name, line in found if not may_stop(_KIND.sub("", name, count=1)))
+        counts = ((name, line) for name, line in found if not self._may_stop(_KIND.sub("", name, count=1)))
         return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
 
     def _looked_at(self, path: Path) -> tuple[dict[str, Any], dict[str, File]]:
@@ -240,9 +285,9 @@ class Reads:
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
         looked, changed = recorder.before, set[Place]()
         compared, compared_set = self._compared_names(), self._compared_set()
-        for place, name, around, was, now in (change for before in looked for change in before.changes()):
+        for place, name, around, was, now, is_set in (change for before in looked for change in before.changes()):
             if is_write(was, now):
-                if not self._own_names.is_new(place, was, now):
+                if not self._own_names.is_new(place, was, now) and is_set and not self._may_stop(name):
                     continue
                 # Code that is not watched may read it.
                 lines = recorder.lines.get(name) or recorder.lines.get(around, {})
@@ -256,7 +301,7 @@ class Reads:
         def holds(place: Place, test: Callable[[Any], bool]) -> bool:
             return is_read(place) and any(test(each) for before in looked for each in before.values(place[1]))
 
-        self._own_names.saw(
+        self._widened |= self._own_names.saw(
             changed,
             is_read=is_read,
             is_tensor=lambda place: holds(place, is_tensor),
@@ -282,11 +327,12 @@ class Reads:
         for key, text in different(notes.before, after):
             was, becomes = (found[key].get(text, ABSENT) for found in (notes.before, after))
             grows = text.endswith("]") and ABSENT in (was, becomes)
-            if key in read and (grows or is_write(was, becomes)):
-                if not grows and not self._own.is_new((key, text), was, becomes):
+            if key in read and (grows or (is_write(was, becomes) and not text.endswith(".keys()"))):
+                name = f"{paths[key]}{around_entries(text) if grows else text}"
+                is_new = grows or self._own.is_new((key, text), was, becomes) or self._may_stop(name)
+                if not is_new and self._is_set_by_replays(paths[key], text):
                     again.add((key, text))
                     continue
-                name = f"{paths[key]}{around_entries(text) if grows else text}"
                 self.written[f"the variable {name}"] = read[key]
         self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
 
@@ -303,7 +349,7 @@ class Reads:
         rewritten = whole(place for place in different(notes.before, after) if place not in again)
         compared = self._compared_paths()
         now = {key: self._follow(path).found() for key, path in self._paths.items()}
-        self._own.saw(
+        self._widened |= self._own.saw(
             rewritten | whole(place for place in different(start, now) if place not in again),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: isinstance(after.get(place[0] or (), {}).get(place[1]), weakref.ref),
@@ -345,12 +391,12 @@ class Reads:
         is_read, paths = self._names.has_somewhere, functools.cache(paths)
 
         def name(key: Key) -> str:
-            if key == _METHODS:
-                return "the method "
+            if key in (_METHODS, _NUMBERS):
+                return "the method " if key == _METHODS else "the attribute "
             return f"the variable {texts[key]}" if key in texts else f"the attribute {paths()[key[0]]}.{key[1]}"
 
         def was_looked_at(key: Key, text: str) -> bool:
-            if key == _METHODS:
+            if key in (_METHODS, _NUMBERS):
                 return False
             if len(key) != 2:
                 return key in found and all(is_read(name) or is_set(name) for name in _ATTRIBUTE.findall(text))
@@ -359,8 +405,13 @@ class Reads:
 
         methods = list(users_methods(kinds))
         found[_METHODS] = {text: noted_function(function) for _, _, text, function in methods}
+        numbers = list(class_numbers(kinds, lambda name: is_read(name) or is_set(name)))
+        found[_NUMBERS] = {text: number for _, _, text, number in numbers}
         ways: dict[int, tuple[Any, dict[Any, None]]] = {}
-        for table, key in (*chain.from_iterable(source.way for source in sources), *(each[:2] for each in methods)):
+        for table, key in (
+            *chain.from_iterable(source.way for source in sources),
+            *(each[:2] for each in (*methods, *numbers)),
+        ):
             ways.setdefault(id(table), (table, {}))[1][key] = None
         readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
         inside = [holder for source in sources for holder in source.holders]

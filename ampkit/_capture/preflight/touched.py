@@ -26,6 +26,7 @@ class Use:
     line: str  # the user's line that used it first
     by_user: bool  # whether that line used it itself, and not through ampkit, a backward or compiled code
     written: bool = False  # whether an operation wrote to it
+    is_lost: bool = False  # whether it is no longer where it was
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Touched:
     _written_on_host: dict[int, str] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)  # of each other memory, by its address
     nested: bool = False  # whether there was a nested tensor
+    lost: set[int] = field(default_factory=set)  # addresses of what is no longer where it was before the call
 
     def __call__(self, call: OperationCall) -> None:
         """Note the memory that an operation has used, written to and made."""

@@ -80,10 +80,12 @@ class Undeclared:
     def take_problem(self) -> str:
         """Return what the user must declare, "" if nothing; then forget it."""
         problems, self._problems = self._problems, []
-        gone = [use for use in self._loose if use.tensor() is None]
-        self._loose = [use for use in self._loose if use not in gone]
-        problems += (_REPLACED.format(_at(use.line)) for use in gone)
         return "\n".join(dict.fromkeys(problems))
+
+    def take_loose(self) -> list[Use]:
+        """Return how the call that was watched last has used tensors that nobody owns; then forget it."""
+        loose, self._loose = self._loose, []
+        return loose
 
     def take_without_tensors(self, modules: Iterable[nn.Module]) -> None:
         """Have modules that the step reads be taken into the state if they have no tensors, as a dropout or a loss."""
@@ -106,6 +108,8 @@ class Undeclared:
         owners = {module: used for module in live - declared if (used := _used(module, touched.uses))}
         owned = {id(use) for rows in owners.values() for _, _, use in rows}
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
+        for address, use in touched.uses.items():
+            use.is_lost = address in touched.lost
         # The largest modules that contain some of the owners and nothing that is declared.
         parts = {module: set(parts_of(module)) for module in live} if owners else {}
         containing = [module for module, below in parts.items() if below & owners.keys() and not below & declared]
@@ -127,6 +131,12 @@ class Undeclared:
                 self._problems.append(problem)
             else:
                 self._to_adopt.append(root)
+
+
+def replaced(loose: Iterable[Use]) -> str:
+    """Return which lines use tensors that have been replaced since, "" if none."""
+    gone = (use for use in loose if use.is_lost or use.tensor() is None)
+    return "\n".join(dict.fromkeys(_REPLACED.format(_at(use.line)) for use in gone))
 
 
 def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:

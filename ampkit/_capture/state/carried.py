@@ -1,6 +1,6 @@
 """Tensors in modules, objects, dicts and lists that calls put others in place of: they are changed in place."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,9 +71,9 @@ class Carried:
         return key in self._known and self._known[key].is_output
 
     def is_renewed(self, table: Any, key: Any) -> bool:
-        """Return whether calls read the tensor in a place, and leave another one for the next call."""
-        place = id(table), key
-        return place in self._known and self._known[place].is_renewed
+        """Return whether calls read the tensor in a place, and leave another one for the next call; in a list, any."""
+        places = [(id(table), each) for each in (range(len(table)) if isinstance(table, (list, deque)) else [key])]
+        return any(place in self._known and self._known[place].is_renewed for place in places)
 
     def forget_replaced(self) -> None:
         """Forget in which places calls have put other tensors, before a call that is to show it."""

@@ -284,8 +284,8 @@ class StateWatch(Generic[_G]):
 
     def held_tensors(self) -> LeftTensors:
         """Return what modules and variables hold now, to be told behind a call what that has left there."""
-        roots, values = self.reads.roots_and_values()
-        return LeftTensors([] if self._walk is None else self._walk.modules, self._functions, roots, values)
+        modules = [] if self._walk is None else self._walk.modules
+        return LeftTensors(modules, self._functions, *self.reads.places_and_values(), may_grow=self.reads.some_may_stop)
 
     def rates(self) -> list[Tensor]:
         """Return the tensors that optimizers read their learning rates from."""

@@ -16,7 +16,6 @@ from ..._callables.input_leaves import Wants, detached, places_of, wanted_by
 from ..._callables.passes import CAPTURED_AS_THEY_ARE, replace_forward
 from ..._capture.host.left_tensors import LeftTensors
 from ..._capture.host.opened_files import seeing_opened_files
-from ..._capture.host.roots import Root
 from ..._capture.keys.containers import holds_tensors
 from ..._capture.keys.inputs import Spec, flatten, is_plain, read_batch
 from ..._capture.keys.placement import is_dense, place_of
@@ -104,7 +103,7 @@ class Survey:
         modules: those to look at, by name, each once.
         generators: see `Preflight`.
         eager: classes of modules that are not to be captured, and why.
-        roots: variables that code reads or sets.
+        places: of variables that code reads or sets, see `LeftTensors`.
         values: what these lead to.
         writes_may_stop: whether numbers that a forward changes in lists, dicts and objects, and files that it writes,
             may stay as they are.
@@ -116,7 +115,7 @@ class Survey:
         device: torch.device,
         generators: Sequence[torch.Generator],
         eager: Mapping[type[nn.Module], str],
-        roots: Iterable[Root] = (),
+        places: Iterable[tuple[Any, Any]] = (),
         values: Iterable[Any] = (),
         *,
         writes_may_stop: bool,
@@ -128,7 +127,7 @@ class Survey:
         self.lines: dict[str, None] = {}  # that cannot be captured, with what happens there
         self._writes_may_stop = writes_may_stop
         inside = [] if writes_may_stop else [module for _, module in self._modules]
-        self._held = LeftTensors(inside, (), *(((), ()) if writes_may_stop else (roots, values)))
+        self._held = LeftTensors(inside, (), *(((), ()) if writes_may_stop else (places, values)))
         self._running: list[ModuleCall] = []
         self._looking = False  # whether operations are those of the survey itself
         self._made: dict[int, ModuleCall | None] = {}  # the call that made the tensor at an address

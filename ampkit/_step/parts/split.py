@@ -253,8 +253,8 @@ class Split:
         runs = ModuleRuns({}, {}) if self._runs is None else self._runs
         named = [*self._modules(), *runs.named()]
         may_stop = self._options.host_writes == "ignore"
-        generators, roots = self._options.generators, engine.roots_and_values()
-        survey = Survey(named, self._device, generators, self._left, *roots, writes_may_stop=may_stop)
+        generators, places = self._options.generators, engine.places_and_values()
+        survey = Survey(named, self._device, generators, self._left, *places, writes_may_stop=may_stop)
 
         def step() -> Any:
             with Undo() as undo:

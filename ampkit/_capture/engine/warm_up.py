@@ -186,7 +186,7 @@ class WarmUp:
                 outputs = self._eager.run(layout.reason, looked)
                 renewed = state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(renewed)
-                observer.lost = memory - held.memory()
+                observer.lost = memory - state.held_tensors().memory()
             layout.note_uploads(watched.provenance.in_operations)
         layout.note_loose(self._undeclared.take_loose())
         self._compare_what_was_read(layout)

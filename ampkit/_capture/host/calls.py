@@ -238,7 +238,7 @@ class _Before:
             if not are_equal(was, now := table.get(key, ABSENT)):
                 yield HostChange((id(table), key), key, key, was, now, False)
         for holder, attribute, name, was in self._inside:
-            now, place, is_set = holder.copy(), id(holder.table), isinstance(holder.table, SET_BY_REPLAYS)
+            now, place, is_set = holder.copy(), id(holder.owner), isinstance(holder.table, SET_BY_REPLAYS)
             if len(was) != len(now):
                 yield HostChange((place, len), name, attribute, len(was), len(now), is_set)
             if isinstance(was, dict) and isinstance(now, dict):

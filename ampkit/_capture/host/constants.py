@@ -195,7 +195,7 @@ def is_of_numbers(value: Any) -> bool:
     kind = type(value)  # a weak proxy may be of an object that is gone
     if kind is dict:
         return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, (*value.keys(), *value.values())))
-    if kind in (list, set, tuple, torch.Size):
+    if kind in (list, set, tuple, deque, torch.Size):
         return len(value) <= MOST_ENTRIES and all(map(is_of_numbers, value))
     return value is ABSENT or issubclass(kind, (*_NUMBERS, *_FUNCTIONS, type, Enum)) or _is_of_numpy(kind, "generic")
 
@@ -211,15 +211,17 @@ def are_equal(old: Any, now: Any) -> bool:
         return old.__code__ is now.__code__
     if type(old) is dict:
         return list(old) == list(now) and all(map(are_equal, old.values(), now.values()))
-    if type(old) in (list, tuple):
+    if type(old) in (list, tuple, deque):
         return len(old) == len(now) and all(map(are_equal, old, now))
     return old == now if type(old) is set and is_of_numbers(old) and is_of_numbers(now) else are_same(old, now)
 
 
 def anew(value: Any) -> Any:
-    """Return the same, in lists, dicts and sets of its own."""
+    """Return the same, in containers of its own."""
     if type(value) is dict:
         return {key: anew(entry) for key, entry in value.items()}
+    if type(value) is deque:
+        return deque(map(anew, value), value.maxlen)
     return type(value)(map(anew, value)) if type(value) in (list, set) else value
 
 

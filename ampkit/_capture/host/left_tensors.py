@@ -203,14 +203,15 @@ class _Remade(NamedTuple):
 
 
 def _anew(value: Any, known: Set[int], made: dict[int, Any]) -> Any:
-    """Return the same, in lists, dicts and sets of its own but for the known ones."""
-    if type(value) not in (dict, list, set) or id(value) in known:
+    """Return the same, in containers of its own but for the known ones."""
+    if type(value) not in (dict, list, set, deque) or id(value) in known:
         return value
     if id(value) not in made:
         if type(value) is dict:
             made[id(value)] = {key: _anew(each, known, made) for key, each in value.items()}
         else:
-            made[id(value)] = type(value)(_anew(each, known, made) for each in value)
+            inside = [_anew(each, known, made) for each in value]
+            made[id(value)] = deque(inside, value.maxlen) if type(value) is deque else type(value)(inside)
     return made[id(value)]
 
 
@@ -233,7 +234,7 @@ def _entries(table: Any, names: Iterable[Any] | None = None) -> list[tuple[Any, 
 def _has_tensors(value: Any) -> bool:
     """Return whether there are tensors in a value, also in an object."""
     if is_plain(value) or is_closed(value):
-        return is_tensor(value)
+        return bool(tensors_in(value))
     inside = (each.table for each in holders(value, any_name, set(), all_entries=True))
     tables = [table for table in inside if isinstance(table, SET_BY_REPLAYS)]
     return bool(tensors_in(value)) or any(tensors_in([each for _, each in _entries(table)]) for table in tables)

@@ -224,6 +224,16 @@ def of_a_buffer(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return h * 0.5 if (net.calls + y.sum()) % 2 == 0 else h
 
 
+def of_constants_and_inputs(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    if torch.ones(3, device=h.device).bool().all():
+        h = h * 2.0
+    if mask.all():
+        h = h * 0.5
+    if torch.zeros(2, device=h.device).any() or (y == 0).all():
+        h = h + 1.0
+    return h
+
+
 def of_what_was_kept(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     if net.first is None:
         net.first = y.sum() % 2
@@ -482,6 +492,16 @@ def test_what_is_written_by_an_answer(engine: Engine, ask: Any) -> None:
     history, report, messages = trained(ask, engine, calls=60)
     assert messages or report.replays >= 30
     assert_same(history, expected)
+
+
+@pytest.mark.parametrize("has_mode", [False, True])
+def test_a_constant_among_the_questions(engine: Engine, has_mode: bool) -> None:
+    """D3: what is asked of constants is not asked again in a replay. In a mode, calls have the bits of eager ones."""
+    with torch.device(engine[0]) if has_mode else nullcontext():
+        expected, _, _ = trained(of_constants_and_inputs, (engine[0], "off"), calls=24)
+        history, report, messages = trained(of_constants_and_inputs, engine, calls=24)
+    assert_same(history, expected)
+    assert has_mode or report.replays >= 12, messages
 
 
 def test_of_two_arguments_in_the_same_memory(engine: Engine) -> None:

@@ -328,6 +328,14 @@ class ReadValues:
     def __hash__(self) -> int:
         return hash(ReadValues)
 
+    def renewed(self, now: "ReadValues") -> "ReadValues":
+        """Return what is compared now, with the values that were seen here where there are any."""
+        seen = {
+            key: {text: self.found.get(key, {}).get(text, value) for text, value in found.items()}
+            for key, found in now.found.items()
+        }
+        return ReadValues(seen, now.name, now.was_looked_at, now.left_out)
+
     def named(self) -> dict[str, Any]:
         """Return the values by how messages name them."""
         return {

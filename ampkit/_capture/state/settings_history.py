@@ -107,9 +107,12 @@ class SettingsHistory:
         self._state.look_again()  # others may be compared now
         if self.generation is not None:
             now, known = self._state.generation().settings, self._settings[self.number]
-            settings = known._replace(reads=now.reads, host_values=now.host_values)
+            settings = known._replace(reads=known.reads.renewed(now.reads), host_values=now.host_values)
             if known != settings:
                 return  # the call has changed what graphs hold; the next one finds that
+            if known.reads != now.reads:  # so has this one
+                self._settings[self.number] = settings
+                return
             self._settings[self.number], self.generation = settings, self.generation._replace(settings=settings)
 
     def forget(self) -> None:

@@ -32,11 +32,12 @@ one of two ways:
 
 What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
 caches. Of functions, code and defaults count. What the watched call has changed itself is left out, unless it was the
-only call that did, as where a cache is filled (`OwnChanges`). A call then reads all places by a few
+only call that did, as where a cache is filled (`OwnChanges`). Numbers are left out if each call leaves one that was
+never there before. Others are compared, also those that code only sets, and replays set them (`left_tensors`). A call then reads all places by a few
 getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
 
-A place that each of two watched calls leaves with another number, or longer or shorter, is a *write* that no replay
-would do (`Reads.writes`): a counter, a list of losses, a file that is at another position then (`objects.File`). So is
+A place that each of two watched calls leaves with a number that was never there, or longer or shorter than ever, is a
+*write* that no replay would do (`Reads.writes`): a counter, a list of losses, a file that is at another position then (`objects.File`). So is
 a line that opens a file to write in each of them (`opened_files`). What only the first call writes is a cache, and
 other objects and tensors are what a call has made. `step.constants()` lists the places, each with its value and a line
 that reads it.
@@ -46,7 +47,8 @@ that reads it.
 - Code of torch and of closed packages is given values; what it looks up by itself is not seen.
 - A list or an array of more than 64 entries is taken for data, and is not looked into.
 - A value that is read only in a call that nobody watches, as behind `if step % 100 == 0`.
-- A write to an object that is neither a module nor read under that name, or only in some of the calls.
+- A write to an object that is neither a module nor read under that name, or under a name that is made up, or only in
+  some of the calls. Two objects that take turns in an attribute.
 - A file that code in C or another thread writes, or that each call leaves at the position where it found it.
 - While another profiler is at work, all that the methods of the modules could read counts as read.
 """

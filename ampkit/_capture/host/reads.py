@@ -33,14 +33,15 @@ one of two ways:
 What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
 caches. Of functions, code and defaults count. What the watched call has changed itself is left out, unless it was the
 only call that did, as where a cache is filled (`OwnChanges`). Numbers are left out if each call leaves one that was
-never there before. Others are compared, also those that code only sets, and replays set them (`left_tensors`). A call then reads all places by a few
-getters of C and compares identities (`state/watch.py`). Only where one differs are values compared (`are_same`).
+never there before. Others are compared, also those that code only sets, and replays set them (`left_tensors`). A call
+then reads all places by a few getters of C and compares identities (`state/watch.py`). Only where one differs are
+values compared (`are_same`).
 
 A place that each of two watched calls leaves with a number that was never there, or longer or shorter than ever, is a
-*write* that no replay would do (`Reads.writes`): a counter, a list of losses, a file that is at another position then (`objects.File`). So is
-a line that opens a file to write in each of them (`opened_files`). What only the first call writes is a cache, and
-other objects and tensors are what a call has made. `step.constants()` lists the places, each with its value and a line
-that reads it.
+*write* that no replay would do (`Reads.writes`): a counter, a list of losses, a file that is at another position then
+(`objects.File`). So is a line that opens a file to write in each of them (`opened_files`). What only the first call
+writes is a cache, and other objects and tensors are what a call has made. `step.constants()` lists the places, each
+with its value and a line that reads it.
 
 **Where it still fails.**
 - What code in C reads or changes is not seen, nor what another thread does.

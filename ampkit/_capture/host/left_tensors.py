@@ -31,6 +31,7 @@ class LeftTensors:
         functions: those of the user's that ampkit calls in a step.
         places: of further variables that code reads or sets: the dict or cell that they are in, and the key.
         values: what these lead to.
+        may_stop: returns whether a number may stay as it is in a replay, by its name.
         may_grow: whether a list may stay as long as a call leaves it, where each call makes it longer.
     """
 
@@ -41,9 +42,10 @@ class LeftTensors:
         places: Iterable[tuple[Any, Any]] = (),
         values: Iterable[Any] = (),
         *,
+        may_stop: Callable[[str], bool] | None = None,
         may_grow: bool = False,
     ) -> None:
-        self._may_grow = may_grow
+        self._may_stop, self._may_grow = may_stop or (lambda _: False), may_grow
         hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
         values = [*values, *(value for function in (*functions, *hooks) for _, value in given_before(function))]
         variables: dict[int, tuple[Any, dict[Any, None]]] = {}  # cells, and the dicts of global variables with names
@@ -138,7 +140,7 @@ class LeftTensors:
         return [
             (table, key, value if is_plain(value) else _Remade(value, known))
             for table, key, value, was in self._changed()
-            if id(table) not in self._left_alone or tensors_in(value)
+            if tensors_in(value) or not (id(table) in self._left_alone or self._may_stop(str(key)))
             if not (self._may_grow and key is _ALL and len(value) != len(was))
         ]
 
@@ -226,6 +228,8 @@ def _entries(table: Any, names: Iterable[Any] | None = None) -> list[tuple[Any, 
     if type(table) is CellType:
         return [("", value) for value in gc.get_referents(table)]
     names = table.names() if isinstance(table, Slots) else names
+    if isinstance(table, dict) and names is not None:
+        return [(name, dict.__getitem__(table, name)) for name in names if dict.__contains__(table, name)]
     if names is not None:
         return [(name, table[name]) for name in names if name in table]
     return list(dict.items(table) if isinstance(table, dict) else enumerate(table))

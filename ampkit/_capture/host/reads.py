@@ -192,7 +192,7 @@ class Reads:
         self._readers: dict[PathKey, set[Reader]] = {}  # of the paths that were read
         self._line: dict[PathKey, Line] = {}
         self._problem = ""
-        self._may_stop: Callable[[str], bool] = any_name
+        self.may_stop: Callable[[str], bool] = any_name
         self.some_may_stop: bool = False
         self._widened = False
         # What the last step has left another number in, or longer or shorter, with the line.
@@ -243,11 +243,11 @@ class Reads:
         """Return the names under which nothing is compared, because calls change what is there, and it may not stop."""
         places = (*self._own.places, *self._own_names.places)
         found = (IDENTIFIER.findall(f"{self._paths.get(key or (), '')}{text}")[-1:] for key, text in places)
-        return {name for name in chain.from_iterable(found) if not self._may_stop(name)}
+        return {name for name in chain.from_iterable(found) if not self.may_stop(name)}
 
     def let_stop(self, may_stop: Callable[[str], bool], *, some: bool) -> None:
         """Take note of what of the host a replay may leave as it is, by its name; and whether that is anything."""
-        self._may_stop, self.some_may_stop = may_stop, some
+        self.may_stop, self.some_may_stop = may_stop, some
 
     def take_widened(self) -> bool:
         """Return whether something that was compared is left out since the last step; then forget it."""
@@ -274,7 +274,7 @@ class Reads:
         Only what is in `before` too, as what an earlier step has, and what does not stop by its name counts.
         """
         found = ((name, line) for name, line in self.written.items() if name in before)
-        counts = ((name, line) for name, line in found if not self._may_stop(_KIND.sub("", name, count=1)))
+        counts = ((name, line) for name, line in found if not self.may_stop(_KIND.sub("", name, count=1)))
         return [f"{line_text(*line)} - {name}" if line else name for name, line in counts]
 
     def _looked_at(self, path: Path) -> tuple[dict[str, Any], dict[str, File]]:
@@ -290,7 +290,7 @@ class Reads:
         compared, compared_set = self._compared_names(), self._compared_set()
         for place, name, around, was, now, is_set in (change for before in looked for change in before.changes()):
             if is_write(was, now):
-                if not self._own_names.is_new(place, was, now) and is_set and not self._may_stop(name):
+                if not self._own_names.is_new(place, was, now) and is_set and not self.may_stop(name):
                     continue
                 # Code that is not watched may read it.
                 lines = recorder.lines.get(name) or recorder.lines.get(around, {})
@@ -332,7 +332,7 @@ class Reads:
             grows = text.endswith("]") and ABSENT in (was, becomes)
             if key in read and (grows or (is_write(was, becomes) and not text.endswith(".keys()"))):
                 name = f"{paths[key]}{around_entries(text) if grows else text}"
-                is_new = grows or self._own.is_new((key, text), was, becomes) or self._may_stop(name)
+                is_new = grows or self._own.is_new((key, text), was, becomes) or self.may_stop(name)
                 if not is_new and self._is_set_by_replays(paths[key], text):
                     again.add((key, text))
                     continue

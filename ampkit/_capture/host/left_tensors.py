@@ -137,12 +137,17 @@ class LeftTensors:
         It is `ABSENT` if there is none any more, and of a list or deque all that is in it.
         """
         known = frozenset(id(table) for table, _ in self._before)
-        return [
-            (table, key, value if is_plain(value) else _Remade(value, known))
-            for table, key, value, was in self._changed()
-            if tensors_in(value) or not (id(table) in self._left_alone or self._may_stop(str(key)))
-            if not (self._may_grow and key is _ALL and len(value) != len(was))
-        ]
+        left = ((table, key, value) for table, key, value, _ in self._counting())
+        return [(table, key, value if is_plain(value) else _Remade(value, known)) for table, key, value in left]
+
+    def _counting(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield what holds something else now, but for what may stay as it is."""
+        for table, key, value, was in self._changed():
+            may_stay = id(table) in self._left_alone or self._may_stop(str(key))
+            if self._may_grow and key is _ALL and len(value) != len(was):
+                continue
+            if tensors_in(value) or not may_stay:
+                yield table, key, value, was
 
     def new(self) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield what holds something else now that has tensors in it: table, key, and value, and what was there."""
@@ -161,7 +166,7 @@ class LeftTensors:
 
     def put_back(self) -> None:
         """Put back what was there."""
-        put([(table, key, was) for table, key, _, was in [*self._changed()] if id(table) not in self._left_alone])
+        put([(table, key, was) for table, key, _, was in [*self._counting()]])
 
     def restore(self) -> None:
         """Put back what replays do not set: class attributes, sets, arrays."""

@@ -639,7 +639,6 @@ class Around(Reads):
     ],
 )
 @pytest.mark.sampled(2)
-@pytest.mark.sampled(2)
 def test_what_cannot_be_captured_rightly_stays_eager(engine: Engine, kind: str, why: str) -> None:
     """R4: the encoder stays eager, and the report says why; the decoder is captured."""
     report = compared(engine, lambda: Around(kind)).report()

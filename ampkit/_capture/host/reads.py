@@ -479,11 +479,14 @@ class Reads:
         return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
 
     def _compared_set(self) -> Set[str]:
-        return self._set - KEPT_ELSEWHERE - {name for _, name in self._own_names.places}
+        found = self._set - KEPT_ELSEWHERE - {name for _, name in self._own_names.places}
+        return {name for name in found if not self.may_stop(name)}
 
     def _compared_paths(self) -> dict[PathKey, Path]:
         own = self._own.places
-        return {key: path for key, path in self._paths.items() if key in self._readers and (key, "") not in own}
+        stopping = {key for key in self._set_alone & self._paths.keys() if self.may_stop(str(self._paths[key]))}
+        left_out = stopping | {key for key, text in own if not text}
+        return {key: path for key, path in self._paths.items() if key in self._readers and key not in left_out}
 
     def _attributes(
         self,

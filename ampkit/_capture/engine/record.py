@@ -132,7 +132,7 @@ def _left(
     left = [(place, now) for place, now in walk.gradients() if place in found and now is not found[place]]
     put_there = held.taken()
     used = addresses(tensor for use in loose if (tensor := use.tensor()) is not None)
-    fits, is_lost = held.fitting(state.carried.copied, used, state.reads.left_out())
+    fits, is_lost = held.fitting(put_there, state.carried.copied, used, state.reads.left_out())
     walk.put_back(flags)  # the replay that follows will set them
     walk.set_gradients(gradients)
     held.put_back()

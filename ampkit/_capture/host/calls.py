@@ -232,7 +232,7 @@ class _Before:
     def changes(self) -> Iterator[HostChange]:
         """Yield what is not the same now, or a list or dict of another length."""
         for table, before in self._tables:
-            for key, was, now in _differing(before, table):
+            for key, was, now in differing(before, table):
                 yield HostChange((id(table), key), key, key, was, now, True)
         for table, key, was in self._classes:
             if not are_equal(was, now := table.get(key, ABSENT)):
@@ -242,10 +242,10 @@ class _Before:
             if len(was) != len(now):
                 yield HostChange((place, len), name, attribute, len(was), len(now), is_set)
             if isinstance(was, dict) and isinstance(now, dict):
-                for key, old, new in _differing(was, now):
+                for key, old, new in differing(was, now):
                     yield HostChange((place, key), key if isinstance(key, str) else name, attribute, old, new, is_set)
             elif len(was) == len(now):
-                for key, old, new in _differing(dict(enumerate(was)), dict(enumerate(now))):
+                for key, old, new in differing(dict(enumerate(was)), dict(enumerate(now))):
                     yield HostChange((place, key), name, attribute, old, new, is_set)
 
     def values(self, name: str) -> Iterator[Any]:
@@ -262,7 +262,7 @@ def is_looked_into(module: nn.Module) -> bool:
     return not any(name.startswith(("torch.nn.parallel.", "torchmetrics.")) for name in packages)
 
 
-def _differing(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+def differing(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the keys whose value is another one now, with both values, `ABSENT` if there is none."""
     for key in {**before, **now}:
         was, becomes = before.get(key, ABSENT), now.get(key, ABSENT)

@@ -216,13 +216,20 @@ def are_equal(old: Any, now: Any) -> bool:
     return old == now if type(old) is set and is_of_numbers(old) and is_of_numbers(now) else are_same(old, now)
 
 
-def anew(value: Any) -> Any:
-    """Return the same, in containers of its own."""
-    if type(value) is dict:
-        return {key: anew(entry) for key, entry in value.items()}
-    if type(value) is deque:
-        return deque(map(anew, value), value.maxlen)
-    return type(value)(map(anew, value)) if type(value) in (list, set) else value
+def anew(value: Any, known: Set[int], made: dict[int, Any]) -> Any:
+    """Return the same, in containers of its own, but for those that have `known` identities.
+
+    `made` has what was made, by the identity of what it is a copy of. What lies in two places is made once.
+    """
+    if type(value) not in (dict, list, set, deque) or id(value) in known:
+        return value
+    if id(value) not in made:
+        if type(value) is dict:
+            made[id(value)] = {key: anew(each, known, made) for key, each in value.items()}
+        else:
+            inside = [anew(each, known, made) for each in value]
+            made[id(value)] = deque(inside, value.maxlen) if type(value) is deque else type(value)(inside)
+    return made[id(value)]
 
 
 def is_write(old: Any, now: Any) -> bool:
@@ -279,7 +286,7 @@ class OwnChanges:
         """Return whether a call has left a number in a place that no earlier call has found or left there."""
         left = self._left.setdefault(place, [])
         is_new = not any(are_equal(now, each) for each in left)
-        left += [anew(each) for each in (was, now) if is_of_numbers(each)]
+        left += [anew(each, frozenset(), {}) for each in (was, now) if is_of_numbers(each)]
         del left[:-MOST_ENTRIES]
         return is_new
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..._torch.tensors.modules import hook_tables, is_module, module_tables, parts_of
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
-from .calls import KEPT_ELSEWHERE, is_looked_into
+from .calls import KEPT_ELSEWHERE, differing, is_looked_into
 from .code import given_before
-from .constants import ABSENT, are_equal, are_same, is_closed, is_of_numbers, is_plain
+from .constants import ABSENT, anew, are_equal, are_same, is_closed, is_of_numbers, is_plain
 from .objects import SET_BY_REPLAYS, File, Reach, Slots, any_name, holders, restoring
 
 
@@ -72,17 +72,18 @@ class LeftTensors:
         self._left_alone = {id(vars(module)) for module in modules if not is_looked_into(module)}
         self._restore = [restore for each in held if (restore := restoring(each)) is not None]
 
-    def fitting(self, copied: Set[int], used: Set[int], left_out: Set[str]) -> tuple[Callable[[], bool] | None, bool]:
+    def fitting(
+        self, taken: list[tuple[Any, Any, Any]], copied: Set[int], used: Set[int], left_out: Set[str]
+    ) -> tuple[Callable[[], bool] | None, bool]:
         """Return what tells whether a replay would find what the call has found; None if there is nothing to look at.
 
         Return also whether no call behind the one that was captured can find it, since that has changed it.
 
-        Lists must be as long as they were, in which it has left something. Tensors that it has used (`used` are
-        addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where it was. So must
-        what lies in several places, for it may have put it into each of them again, and a number that it may have set
-        again, and that is not compared: those with the names in `left_out`.
+        Lists must be as long as they were, in which it has left something (`taken`, see there). Tensors that it has
+        used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where
+        it was. So must what lies in several places, for it may have put it into each of them again, and a number that
+        it may have set again, and that is not compared: those with the names in `left_out`.
         """
-        taken = self.taken()
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}
         lists = [(table, lengths[id(table)]) for table, key, _ in taken if key is _ALL]
@@ -157,12 +158,11 @@ class LeftTensors:
         tables = ((table, None, before) for table, before in self._before)
         for table, names, before in (*tables, *self._variables):
             now = dict(_entries(table, names))
-            changed = [key for key in {**before, **now} if not are_equal(before.get(key, ABSENT), now.get(key, ABSENT))]
-            if isinstance(table, (list, deque)):
-                if changed:
-                    yield table, _ALL, list(now.values()), list(before.values())
-            else:
-                yield from ((table, key, now.get(key, ABSENT), before.get(key, ABSENT)) for key in changed)
+            changed = ((table, key, value, was) for key, was, value in differing(before, now))
+            if not isinstance(table, (list, deque)):
+                yield from changed
+            elif any(True for _ in changed):
+                yield table, _ALL, list(now.values()), list(before.values())
 
     def put_back(self) -> None:
         """Put back what was there."""
@@ -185,7 +185,7 @@ def put(left: list[tuple[Any, Any, Any]]) -> None:
     """Put tensors and numbers where a call has left them. A list that it has made is another one each time."""
     made: dict[int, Any] = {}  # by the identity of what it is a copy of
     for table, key, given in left:
-        value = _anew(given.value, given.known, made) if type(given) is _Remade else given
+        value = anew(given.value, given.known, made) if type(given) is _Remade else given
         if key is _ALL:
             if isinstance(table, list):
                 list.__setitem__(table, slice(None), value)
@@ -207,19 +207,6 @@ class _Remade(NamedTuple):
 
     value: Any
     known: frozenset[int]  # ids of those that were there before
-
-
-def _anew(value: Any, known: Set[int], made: dict[int, Any]) -> Any:
-    """Return the same, in containers of its own but for the known ones."""
-    if type(value) not in (dict, list, set, deque) or id(value) in known:
-        return value
-    if id(value) not in made:
-        if type(value) is dict:
-            made[id(value)] = {key: _anew(each, known, made) for key, each in value.items()}
-        else:
-            inside = [_anew(each, known, made) for each in value]
-            made[id(value)] = deque(inside, value.maxlen) if type(value) is deque else type(value)(inside)
-    return made[id(value)]
 
 
 def entry(table: Any, key: Any) -> Any:

@@ -547,6 +547,21 @@ def kept_beside(net: Any) -> tuple[Any, Any]:
     return loss_fn, lambda i: None
 
 
+def kept_by_the_other_size(net: Any) -> tuple[Any, Any]:
+    net.a, net.b = torch.zeros(4), torch.zeros(4)
+
+    def loss_fn(net: Any, x: Tensor) -> Tensor:
+        y = net.fc(x)
+        if len(x) == 6:
+            loss = (y * (1.0 + net.b)).square().mean()
+            net.b = net.a
+            return loss
+        net.a = 0.5 * net.a + y.detach().mean(0)
+        return (y * net.a).square().mean()
+
+    return loss_fn, lambda i: None
+
+
 def rotating(net: Any) -> tuple[Any, Any]:
     net.a = [torch.zeros(4), torch.zeros(4)]
 
@@ -628,6 +643,8 @@ def by_a_name(net: Any) -> tuple[Any, Any]:
         (the_last_but_one, "4466446644", False),
         (the_last_but_one, "4444444666644", True),
         (kept_beside, "44464444", True),
+        (kept_by_the_other_size, "4466446644664466", False),
+        (kept_by_the_other_size, "44446444444644", True),
         (rotating, "46" * 8, False),
         (part_of_a_bank, "4" * 8, False),
         (two_names_in_some_calls, "4466446644", True),

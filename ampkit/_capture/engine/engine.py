@@ -197,7 +197,7 @@ class Engine:
             self._questions.stop_cutting(_CHANGES.format(changed[0]))
         return outputs
 
-    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[tuple[str, Any]]]:
         """Return where the variables are that code of the step reads or sets, and what they lead to."""
         return self._state.reads.places_and_values()
 

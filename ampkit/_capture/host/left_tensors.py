@@ -7,7 +7,7 @@ was there.
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from types import CellType
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..._torch.tensors.modules import hook_tables, is_module, module_tables, parts_of
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
-from .calls import KEPT_ELSEWHERE, differing, is_looked_into
+from .calls import IDENTIFIER, KEPT_ELSEWHERE, differing, is_looked_into
 from .code import given_before
 from .constants import ABSENT, anew, are_equal, are_same, is_closed, is_of_numbers, is_plain
 from .objects import SET_BY_REPLAYS, File, Reach, Slots, any_name, holders, restoring
@@ -30,7 +30,7 @@ class LeftTensors:
         modules: those that the step may call.
         functions: those of the user's that ampkit calls in a step.
         places: of further variables that code reads or sets: the dict or cell that they are in, and the key.
-        values: what these lead to.
+        values: what these lead to, with their names.
         may_stop: returns whether a number may stay as it is in a replay, by its name.
         may_grow: whether a list may stay as long as a call leaves it, where each call makes it longer.
     """
@@ -40,30 +40,35 @@ class LeftTensors:
         modules: Sequence[nn.Module],
         functions: Iterable[Any],
         places: Iterable[tuple[Any, Any]] = (),
-        values: Iterable[Any] = (),
+        values: Iterable[tuple[str, Any]] = (),
         *,
         may_stop: Callable[[str], bool] | None = None,
         may_grow: bool = False,
     ) -> None:
         self._may_stop, self._may_grow = may_stop or (lambda _: False), may_grow
         hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
-        values = [*values, *(value for function in (*functions, *hooks) for _, value in given_before(function))]
+        values = [*values, *chain.from_iterable(map(given_before, (*functions, *hooks)))]
         variables: dict[int, tuple[Any, dict[Any, None]]] = {}  # cells, and the dicts of global variables with names
+        self._names: dict[int, str] = {}  # of entries that have none themselves, by the identity of what they are in
         for function in Reach([*functions, *modules, *hooks]):
-            values += chain.from_iterable(map(gc.get_referents, function.__closure__ or ()))
-            values += [function.__globals__.get(name) for name in function.__code__.co_names]
-            variables.update((id(cell), (cell, {"": None})) for cell in function.__closure__ or ())
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            values += [(name, value) for name, cell in cells.items() for value in gc.get_referents(cell)]
+            values += [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
+            variables.update((id(cell), (cell, {"": None})) for cell in cells.values())
+            self._names |= {id(cell): name for name, cell in cells.items()}
             names = dict.fromkeys(function.__code__.co_names)
             variables.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(names)
         for table, key in places:
             variables.setdefault(id(table), (table, {}))[1][key] = None
         seen: set[int] = set()
-        held = [each for value in values for each in holders(value, any_name, seen, all_entries=True)]
+        named = [(name, each) for name, value in values for each in holders(value, any_name, seen, all_entries=True)]
         for module in modules:
-            inside = (value for name, value in vars(module).items() if name not in KEPT_ELSEWHERE)
-            held += chain.from_iterable(holders(value, any_name, seen) for value in inside)
+            inside = [(name, value) for name, value in vars(module).items() if name not in KEPT_ELSEWHERE]
+            named += [(name, each) for name, value in inside for each in holders(value, any_name, seen)]
+        self._names |= {id(each.table): IDENTIFIER.findall(f"{name}{each.path}")[-1] for name, each in named}
+        held = [each for _, each in named]
         held += chain.from_iterable(holders(kind, any_name, seen) for kind in set(map(type, modules)))
-        beside = [part for value in values if is_module(value) for part in parts_of(value)]
+        beside = [part for _, value in values if is_module(value) for part in parts_of(value)]
         tables = [*map(vars, modules), *(each.table for each in held if isinstance(each.table, SET_BY_REPLAYS))]
         tables += chain.from_iterable((vars(part), module_tables(part)[1]) for part in beside)
         self._files = [each.table for each in held if isinstance(each.table, File)]
@@ -73,7 +78,7 @@ class LeftTensors:
         self._restore = [restore for each in held if (restore := restoring(each)) is not None]
 
     def fitting(
-        self, taken: list[tuple[Any, Any, Any]], copied: Set[int], used: Set[int], left_out: Set[str]
+        self, taken: list[tuple[Any, Any, Any]], copied: Set[int], used: Set[int], left_out: Mapping[str, bool]
     ) -> tuple[Callable[[], bool] | None, bool]:
         """Return what tells whether a replay would find what the call has found; None if there is nothing to look at.
 
@@ -82,7 +87,8 @@ class LeftTensors:
         Lists must be as long as they were, in which it has left something (`taken`, see there). Tensors that it has
         used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where
         it was. So must what lies in several places, for it may have put it into each of them again, and a number that
-        it may have set again, and that is not compared: those with the names in `left_out`.
+        it may have set again, and that is not compared: those with the names in `left_out`. Where it has found a tensor
+        or an object, and code reads the name, which `left_out` tells, there must be no number.
         """
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}
@@ -90,25 +96,32 @@ class LeftTensors:
         now = Counter(id(tensor) for _, _, tensor in self.tensors())
         moved = {id(tensor) for _, _, value in taken for tensor in tensors_in(value)} | copied
         moved |= {each for each, count in now.items() if count > 1}
-        places = []
-        for table, before in self._before:
-            for key, value in before.items():
-                is_used = type(value) in (tuple, Tensor) and not used.isdisjoint(
-                    map(storage_address, tensors_in(value))
-                )
-                if is_used or (is_tensor(value) and id(value) in moved):
-                    places.append((table, key, value))
-                elif isinstance(key, str) and key in left_out and is_of_numbers(value):
-                    places += [(table, key, value)] * ((id(table), key) not in changed)
+
+        def has_to_stay(value: Any) -> bool:
+            tensors = tensors_in(value) if type(value) in (tuple, Tensor) else []
+            return not used.isdisjoint(map(storage_address, tensors)) or (is_tensor(value) and id(value) in moved)
+
+        found = [(table, key, value) for table, before in self._before for key, value in before.items()]
+        places = [each for each in found if has_to_stay(each[2])]
+        found += [(table, key, value) for table, _, before in self._variables for key, value in before.items()]
+        no_numbers = []
+        for table, key, value in found:
+            name = key if isinstance(key, str) and key else self._names.get(id(table), "")
+            if type(value) not in _CONTAINERS and not is_of_numbers(value):
+                no_numbers += [(table, key)] * left_out.get(name, False)
+            elif name in left_out and changed.isdisjoint([(id(table), key), (id(table), _ALL)]):
+                places.append((table, key, value))
 
         def fits() -> bool:
             if any(len(table) != length for table, length in lists):
+                return False
+            if any(is_of_numbers(entry(table, key)) for table, key in no_numbers):
                 return False
             found = ((entry(table, key), value) for table, key, value in places)
             return all(now is value or (is_of_numbers(value) and are_equal(now, value)) for now, value in found)
 
         is_lost = any(not changed.isdisjoint([(id(table), key), (id(table), _ALL)]) for table, key, _ in places)
-        return fits if lists or places else None, is_lost
+        return fits if lists or places or no_numbers else None, is_lost
 
     def contents(self) -> list[Any]:
         """Return all that they hold now, and how far their files have been written, or read."""
@@ -210,9 +223,11 @@ class _Remade(NamedTuple):
 
 
 def entry(table: Any, key: Any) -> Any:
-    """Return what is in a place of a dict, a list or slots, None if it is gone."""
+    """Return what is in a place of a dict, a list, slots or a cell, None if it is gone."""
     if isinstance(table, dict):
         return dict.get(table, key)
+    if type(table) is CellType:
+        return next(iter(gc.get_referents(table)), None)
     return table[key] if (key in table if isinstance(table, Slots) else key < len(table)) else None
 
 
@@ -236,4 +251,5 @@ def _has_tensors(value: Any) -> bool:
     return bool(tensors_in(value)) or any(tensors_in([each for _, each in _entries(table)]) for table in tables)
 
 
+_CONTAINERS = (dict, list, set, deque)
 _ALL = object()  # in place of a key: all that is in a list

@@ -228,22 +228,25 @@ class Reads:
         """Return whether code of steps reads attributes of this name."""
         return self._names.has_somewhere(name)
 
-    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    def places_and_values(self) -> tuple[list[tuple[Any, Any]], list[tuple[str, Any]]]:
         """Return where the variables are that code of steps reads or sets, see `LeftTensors`; and what they lead to."""
-        places, values = list[tuple[Any, Any]](), list[Any]()
+        places, values = list[tuple[Any, Any]](), list[tuple[str, Any]]()
         for path in self._paths.values():
             if path.root.scope is not Scope.ARGUMENT:
                 places.append((path.root.owner, "" if path.root.scope is Scope.ENCLOSING else path.root.name))
             steps = zip(path.parts, path.steps(), strict=False)
             places += [(table, part.key) for part, (table, _) in steps if isinstance(table, dict)]
-            values += path.values()
+            values += [(str(path._replace(parts=path.parts[:i])), value) for i, value in enumerate(path.values())]
         return places, values
 
-    def left_out(self) -> set[str]:
-        """Return the names under which nothing is compared, because calls change what is there, and it may not stop."""
+    def left_out(self) -> dict[str, bool]:
+        """Return the names under which nothing is compared, because calls change what is there, and it may not stop.
+
+        With each name, whether code reads attributes of that name.
+        """
         places = (*self._own.places, *self._own_names.places)
         found = (IDENTIFIER.findall(f"{self._paths.get(key or (), '')}{text}")[-1:] for key, text in places)
-        return {name for name in chain.from_iterable(found) if not self.may_stop(name)}
+        return {name: self.loads(name) for name in chain.from_iterable(found) if not self.may_stop(name)}
 
     def let_stop(self, may_stop: Callable[[str], bool], *, some: bool) -> None:
         """Take note of what of the host a replay may leave as it is, by its name; and whether that is anything."""

@@ -40,6 +40,8 @@ class _Known:
     is_renewed: bool = False  # and then put another one there
     is_output: bool = False  # whether calls leave tensors of several layouts there, and do not read it
     is_replaced: bool = False  # since `forget_replaced`, by a tensor of the layout of ampkit's own
+    references: int = 0  # to ampkit's own, when it was last known to lie nowhere else
+    is_elsewhere: bool = False  # whether ampkit's own lies in another place, too, which has to keep its values
 
 
 @dataclass(eq=False)
@@ -137,6 +139,8 @@ class Carried:
             own = kept.tensor.detach().clone()
             self._own[key] = kept._replace(tensor=own, with_gradient=kept.tensor.requires_grad)
             put([self._own[key].place])
+            del own  # it counts
+            self._known[key].references = _references(self._own[key])
         return [(before[key].tensor, self._own[key].tensor) for key in rebound]
 
     @contextmanager
@@ -167,19 +171,22 @@ class Carried:
 
         `look` returns what variables lead to now. It is slow, and is called where a tensor may be in two places.
         """
-        found = [(key, kept, _entry(kept.cell)) for key, kept in self._own.items()]
-        references = [getrefcount(kept.tensor) for _, kept, _ in found]  # the place has one of them
+        others: dict[Hashable, object] = {}  # what the places hold in which ampkit's own is not
+        for key, kept in self._own.items():
+            self._known[key].references = min(self._known[key].references, _references(kept))
+            others[key] = None if _entry(kept.cell) is kept.tensor else _entry(kept.cell)
         yield
         pairs: list[tuple[_Carry, Tensor]] = []
         are_alone = True
-        for (key, kept, old), before in zip(found, references, strict=True):
+        for key, kept in [(key, self._own[key]) for key in others if key in self._own]:
+            known = self._known[key]
+            are_alone = are_alone and not known.is_elsewhere and _references(kept) <= known.references
             new = _entry(kept.cell)
             self._note_output(key, kept.tensor, kept.cell)
-            if new is not old and _fits(kept.tensor, new) and kept.with_gradient >= new.requires_grad:
-                is_new_alone = getrefcount(new) <= _REFERENCES and shares_storage_with_none(new)
-                are_alone = are_alone and is_new_alone and getrefcount(kept.tensor) < before
+            if new is not others[key] and _fits(kept.tensor, new) and kept.with_gradient >= new.requires_grad:
+                are_alone = are_alone and getrefcount(new) <= _REFERENCES and shares_storage_with_none(new)
                 pairs.append((kept, new))
-                self._known[key].is_replaced = True
+                known.is_replaced = True
         with torch.no_grad():
             pairs = pairs if are_alone else self._alone(pairs, look())
             own = {storage_address(kept.tensor) for kept, _ in pairs}
@@ -195,12 +202,19 @@ class Carried:
         places = self.places(held)
         holders = Counter(storage_address(each.tensor) for each in places.values())
         pairs = [(kept, new) for kept, new in pairs if holders[storage_address(new)] < 2]
-        written = {storage_address(kept.tensor) for kept, _ in pairs}
-        for key in {_key(kept.cell) for kept, _ in pairs}:
-            places.pop(key, None)
-        got = [each for each in places.values() if storage_address(each.tensor) in written]
+        written = {_key(kept.cell): storage_address(kept.tensor) for kept, _ in pairs}
+        others = [each for key, each in places.items() if key not in written and not self._is_own(key, each.tensor)]
+        got = [each for each in others if storage_address(each.tensor) in written.values()]
         put([each._replace(tensor=each.tensor.detach().clone()).place for each in got])
+        kept_elsewhere = {storage_address(each.tensor) for each in others} - {*written.values()}
+        for key, kept in self._own.items():
+            known = self._known[key]
+            known.is_elsewhere = storage_address(kept.tensor) in kept_elsewhere
+            known.references = _references(kept)
         return pairs
+
+    def _is_own(self, key: Hashable, tensor: Tensor) -> bool:
+        return key in self._own and self._own[key].tensor is tensor
 
     def apart(self, output: Tensor) -> Tensor:
         """Return an output in memory that the end of the call does not overwrite. Aliasing: most often it is itself."""
@@ -227,13 +241,15 @@ class Carried:
         whether code of the step reads attributes of a name.
         """
         held = [
-            (kept, not kept.of_module or known.is_read or is_loaded(kept.cell.key), known.is_replaced)
+            (kept, known, not kept.of_module or known.is_read or is_loaded(kept.cell.key), known.is_replaced)
             for known, kept in ((self._known[key], kept) for key, kept in self._own.items())
             if _entry(kept.cell) is kept.tensor
         ]
 
         def fits() -> bool:
-            for kept, is_looked_at, is_written in held:
+            for kept, known, is_looked_at, is_written in held:
+                if is_written and known.is_elsewhere:
+                    return False
                 if _entry(kept.cell) is not kept.tensor:
                     if is_looked_at:
                         return False
@@ -250,6 +266,11 @@ REPLACES = (
 
 
 _REFERENCES = 3  # to what is in one place alone: that of the place, a variable, and the argument of `getrefcount`
+
+
+def _references(kept: _Carry) -> int:
+    """Return how many references there are to a tensor of ampkit's own; with that of its place, even if it is gone."""
+    return getrefcount(kept.tensor) + (_entry(kept.cell) is not kept.tensor)
 
 
 def _key(cell: Cell) -> Hashable:

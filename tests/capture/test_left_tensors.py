@@ -170,3 +170,42 @@ def test_one_of_another_size_is_not_left_over(engine: Engine, sizes: str) -> Non
             now, step = found(engine[1])
     assert_same(now, expected)
     assert step.replays == len(sizes) - 3 * sum(sizes.count(size) > 3 for size in "46") - (sizes.count("6") == 1)
+
+
+BESIDE: list[Any] = [None, None]
+
+
+@pytest.mark.parametrize("change", ["other memory", "another tensor"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_lies_beside_what_each_call_leaves(engine: Engine, change: str) -> None:
+    """W2: a list with a tensor that calls read and one that they leave. Behind another one there is another graph."""
+    device, graph = engine
+    first, second = 0, 1
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = net(x) * BESIDE[first]
+        BESIDE[second] = y.detach().mean(0)
+        return y.square().mean()
+
+    def losses(graph: str) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        BESIDE[:] = [torch.ones(4, device=device), None]
+        net = nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-5, fused=True)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph)
+        found = []
+        for i in range(30):
+            if i == 6 and change == "other memory":
+                BESIDE[0].data = torch.full((4,), 0.5, device=device)
+            elif i == 6:
+                BESIDE[0] = torch.full((4,), 0.5, device=device)
+            found.append(step(torch.ones(2, 4, device=device)).loss.item())
+        return found, step
+
+    with deterministic():
+        expected, _ = losses("off")
+        with taped() if device == "cpu" else nullcontext():
+            found, step = losses(graph)
+    assert found == expected
+    assert step.captures == 2
+    assert step.replays >= 8

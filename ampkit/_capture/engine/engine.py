@@ -109,6 +109,10 @@ class Engine:
         if captured is None or self._ranks.exchanges:
             key = self._questions.decided(self._draws.decided(key), leaves)  # which may depend on the draws
             captured = captured or self._cache.find(key)
+        if captured is not None and captured.misfits >= _MISFITS and not self._ranks.several:
+            self._cache.drop(key)
+            self._layout(key).outlive()
+            captured = None
         if captured is not None:
             compares = self._verifies and self._comparisons.is_due()
             if self._ranks.several:
@@ -502,4 +506,5 @@ _CHANGES = (
     "it behind the call."
 )
 _NOT_CAPTURED = object()  # None may be what a function returns
+_MISFITS = 8  # calls in a row that a graph does not fit, behind which it is captured anew
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

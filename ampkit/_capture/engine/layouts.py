@@ -86,6 +86,7 @@ class Layout:
         self.timing: Timing = Timing()
         self.loose: list[Use] = []
         self._has_differed = self._looks_again = False
+        self._outlived = 0  # how many graphs were dropped that did not fit any more
 
     # ------------------------------------------------------------------------------------------------- the warm-up
 
@@ -171,10 +172,18 @@ class Layout:
     def evict(self) -> None:
         """Begin the warm-up again, because the graph was dropped to make room for another one."""
         self.evictions += 1
+        self._begin_again("its graph made room for another")
+
+    def outlive(self) -> None:
+        """Begin the warm-up again, because the graph was dropped: what it was captured with has not come back."""
+        self._outlived += 1
+        self._begin_again("something else lies in an attribute, a dict or a list for good")
+
+    def _begin_again(self, why: str) -> None:
         # If more shapes take turns than graphs are kept, each capture drops a graph. So the wait doubles each time.
-        self.stage = Cold(self._warmup << self.evictions)
+        self.stage = Cold(self._warmup << (self.evictions + self._outlived))
         self.rehearsal, self.kernels = Rehearsal(self._lenient), NOT_NOTED
-        self.count_under(f"{WARM_UP} again: its graph made room for another")
+        self.count_under(f"{WARM_UP} again: {why}")
 
     # -------------------------------------------------------------------------------------------------- the refusal
 

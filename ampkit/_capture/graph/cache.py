@@ -41,11 +41,14 @@ class Captured:
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
         self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
+        self.misfits = 0  # calls in a row that it did not fit
         self.compared = False  # whether a replay was compared with an eager call
 
     def fits(self) -> bool:
         """Return whether it may be replayed now. Else the call would find something that the capture has not found."""
-        return all(fits() for fits in self._fits)
+        fits = all(fits() for fits in self._fits)
+        self.misfits = 0 if fits else self.misfits + 1
+        return fits
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Do the step on this batch; return copies of the outputs. Sync: none.

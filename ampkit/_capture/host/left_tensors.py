@@ -19,7 +19,7 @@ from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from .calls import IDENTIFIER, KEPT_ELSEWHERE, differing, is_looked_into
 from .code import given_before
-from .constants import ABSENT, anew, are_equal, are_same, is_closed, is_of_numbers, is_plain
+from .constants import ABSENT, anew, are_equal, are_same, is_closed, is_of_numbers, is_plain, place_of
 from .objects import SET_BY_REPLAYS, File, Reach, Slots, any_name, holders, restoring
 
 
@@ -86,9 +86,9 @@ class LeftTensors:
 
         Lists must be as long as they were, in which it has left something (`taken`, see there). Tensors that it has
         used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where
-        it was. So must what lies in several places, for it may have put it into each of them again, and a number that
-        it may have set again, and that is not compared: those with the names in `left_out`. Where it has found a tensor
-        or an object, and code reads the name, which `left_out` tells, there must be no number.
+        it was, in the same memory. So must what lies in several places, for it may have put it into each of them again,
+        and a number that it may have set again, and that is not compared: those with the names in `left_out`. Where it
+        has found a tensor or an object, and code reads the name, which `left_out` tells, there must be no number.
         """
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}
@@ -103,6 +103,7 @@ class LeftTensors:
 
         found = [(table, key, value) for table, before in self._before for key, value in before.items()]
         places = [each for each in found if has_to_stay(each[2])]
+        memory = [(tensor, place_of(tensor)) for _, _, value in places for tensor in tensors_in(value)]
         found += [(table, key, value) for table, _, before in self._variables for key, value in before.items()]
         no_numbers = []
         for table, key, value in found:
@@ -112,16 +113,20 @@ class LeftTensors:
             elif name in left_out and changed.isdisjoint([(id(table), key), (id(table), _ALL)]):
                 places.append((table, key, value))
 
+        def are_there() -> bool:
+            found = ((entry(table, key), value) for table, key, value in places)
+            return all(now is value or (is_of_numbers(value) and are_equal(now, value)) for now, value in found)
+
         def fits() -> bool:
             if any(len(table) != length for table, length in lists):
                 return False
             if any(is_of_numbers(entry(table, key)) for table, key in no_numbers):
                 return False
-            found = ((entry(table, key), value) for table, key, value in places)
-            return all(now is value or (is_of_numbers(value) and are_equal(now, value)) for now, value in found)
+            if any(place_of(tensor) != place for tensor, place in memory):  # after `tensor.data = ...`
+                return False
+            return are_there()
 
-        is_lost = any(not changed.isdisjoint([(id(table), key), (id(table), _ALL)]) for table, key, _ in places)
-        return fits if lists or places or no_numbers else None, is_lost
+        return fits if lists or places or no_numbers else None, not are_there()
 
     def contents(self) -> list[Any]:
         """Return all that they hold now, and how far their files have been written, or read."""

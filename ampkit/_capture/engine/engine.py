@@ -506,5 +506,5 @@ _CHANGES = (
     "it behind the call."
 )
 _NOT_CAPTURED = object()  # None may be what a function returns
-_MISFITS = 8  # calls in a row that a graph does not fit, behind which it is captured anew
+_MISFITS = 4  # calls in a row that a graph does not fit, behind which it is captured anew
 _MARKED = 64  # calls behind one that is to be timed: inputs may take turns

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,14 +16,13 @@ from ..._torch.compile import COMPILER_FOLDERS, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import ABSENT, CLOSED_PACKAGES, are_equal, bases_of, is_plain, module_name
+from .constants import ABSENT, CLOSED_PACKAGES, IDENTIFIER, are_equal, bases_of, is_plain, module_name, named_entry
 from .executed import Executed
 from .objects import SET_BY_REPLAYS, HeldTable, any_name, class_numbers, holders
 
 _MODULES = f"{TORCH}nn{os.sep}modules{os.sep}"
 _PACKAGES = f"-packages{os.sep}"
 KEPT_ELSEWHERE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))  # what each module has
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 Line = tuple[str, int]  # a file and a number
 # Packages whose code reads attributes of its own, as `self.log` of Lightning does, or what is compared elsewhere.
 _OF_OTHERS = [f"{_PACKAGES}{name}{os.sep}" for name in CLOSED_PACKAGES]
@@ -103,6 +101,7 @@ class CallRecorder:
         self.before = [_Before(modules)]  # what was in these, and in those that the step was found to call
         self.lines: dict[str, dict[CodeType, Line]] = {}  # where the names are read that `names` returns
         self.set: set[str] = set()  # the names of attributes that the code has set, see `names`
+        self.whole: set[str] = set()  # and of those of which it may have read all entries
 
     def on_call(self, frame: FrameType) -> bool:
         """Take note of a function that is called. Return whether nothing is to be noted of further calls of it."""
@@ -185,6 +184,7 @@ class CallRecorder:
         origins = {code: origin for code, origin in self._called.values() if origin is not Origin.OTHERS}
         for code, origin in origins.items():
             self.set.update(() if origin is Origin.PYTHON else self._executed.attributes_set(code))
+            self.whole.update(() if origin is Origin.PYTHON else self._executed.attributes_read_whole(code))
 
         def read_by(code: Set[CodeType]) -> frozenset[str]:
             return frozenset(name for each in origins.keys() & code for name in self._names(each, origins[each]))
@@ -205,6 +205,7 @@ class HostChange(NamedTuple):
 
     place: Hashable
     name: str  # by which the code that changes it reads it
+    entry: str  # how it is written if it is an entry, behind the name of the list or dict; else ""
     attribute: str  # that it is in
     was: Any  # of what is longer or shorter now, how long it was
     now: Any
@@ -233,26 +234,36 @@ class _Before:
         """Yield what is not the same now, or a list or dict of another length."""
         for table, before in self._tables:
             for key, was, now in differing(before, table):
-                yield HostChange((id(table), key), key, key, was, now, True)
+                yield HostChange((id(table), key), key, "", key, was, now, True)
         for table, key, was in self._classes:
             if not are_equal(was, now := table.get(key, ABSENT)):
-                yield HostChange((id(table), key), key, key, was, now, False)
+                yield HostChange((id(table), key), key, "", key, was, now, False)
         for holder, attribute, name, was in self._inside:
             now, place, is_set = holder.copy(), id(holder.owner), isinstance(holder.table, SET_BY_REPLAYS)
             if len(was) != len(now):
-                yield HostChange((place, len), name, attribute, len(was), len(now), is_set)
+                yield HostChange((place, len), name, "", attribute, len(was), len(now), is_set)
             if isinstance(was, dict) and isinstance(now, dict):
-                for key, old, new in differing(was, now):
-                    yield HostChange((place, key), key if isinstance(key, str) else name, attribute, old, new, is_set)
+                pairs = differing(was, now)
             elif len(was) == len(now):
-                for key, old, new in differing(dict(enumerate(was)), dict(enumerate(now))):
-                    yield HostChange((place, key), name, attribute, old, new, is_set)
+                pairs = differing(dict(enumerate(was)), dict(enumerate(now)))
+            else:
+                continue
+            for key, old, new in pairs:
+                entry = named_entry(f"{attribute}{holder.texts[key]}") if key in holder.texts else ""
+                entry = entry if entry.endswith("]") else ""
+                yield HostChange(
+                    (place, key), key if isinstance(key, str) else name, entry, attribute, old, new, is_set
+                )
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield what there is under a name now."""
         tables = [now for now, _ in self._tables]
         tables += [holder.table for holder, *_ in self._inside if isinstance(holder.table, dict)]
         yield from (table[name] for table in tables if dict.__contains__(table, name))
+        for holder, attribute, *_ in self._inside if name.endswith("]") else ():
+            now = holder.copy()
+            pairs = now.items() if isinstance(now, dict) else enumerate(now)
+            yield from (value for key, value in pairs if named_entry(f"{attribute}{holder.texts.get(key)}") == name)
 
 
 def is_looked_into(module: nn.Module) -> bool:

@@ -138,6 +138,28 @@ def attributes_set(code: CodeType) -> Sequence[tuple[str, CodePlace]]:
     return tuple((each.argval, place) for each, place in instructions(code) if each.opname in _SET_ATTRIBUTE)
 
 
+@functools.lru_cache(maxsize=1024)
+def attributes_read_whole(code: CodeType) -> Sequence[tuple[str, CodePlace]]:
+    """Return the names of the attributes that may be dicts of which code reads all, or entries that no constant names:
+    `self.weights.values()`, `self.weights[key]`, but not `self.weights["l1"]`."""
+    found = [each for each in instructions(code) if each[0].opname not in _NOTHING]
+    behind = [*(each for each, _ in found[1:]), None, None]
+    whole = list[tuple[str, CodePlace]]()
+    for number, (each, place) in enumerate(found):
+        first, second = behind[number : number + 2]
+        if each.opname not in _ATTRIBUTE or first is None:
+            continue
+        if first.opname in _ATTRIBUTE:
+            looks_up = first.argval in _LOOKING_UP and (second is None or second.opname not in _CONSTANT)
+            is_whole = looks_up or first.argval in _ITERATING
+        elif first.opname in _CONSTANT:
+            is_whole = second is None or not (_is_subscript(second) or second.opname in _WRITE)
+        else:
+            is_whole = first.opname != "CONTAINS_OP"
+        whole += [(each.argval, place)] * is_whole
+    return tuple(whole)
+
+
 def line_of(place: CodePlace) -> tuple[str, int]:
     """Return the file and the number of the line that an instruction is made from."""
     starts = [line for offset, line in _line_starts(place.code) if offset <= place.first and line is not None]
@@ -273,6 +295,7 @@ _MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _LOOKING_UP = frozenset(
     ("__dict__", "attrgetter", "get", "getattr", "hasattr", "itemgetter", "pop", "setdefault", "vars")
 )
+_ITERATING = frozenset(("copy", "items", "keys", "values"))
 _NOTHING = frozenset(("CACHE", "NOP", "PUSH_NULL", "RESUME"))
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _CELL = frozenset(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))

@@ -259,8 +259,12 @@ def _own_kind(number: Any) -> Any:
 
 
 Key = tuple[Any, ...]  # of what code reads by words of its own, an attribute or a variable
-Place = tuple[Key | None, str]  # a key, and what is written behind it. None, and a name: in whatever module it is
+# A key, and what is written behind it. None, and a name, maybe with entries: in whatever module it is.
+Place = tuple[Key | None, str]
 _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_NAMED = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])*$")
+_TENSORS = "[*]"  # behind how a list or dict is written: the tensors in it
 
 
 @dataclass(eq=False)
@@ -277,10 +281,20 @@ class OwnChanges:
     _left: dict[Hashable, list[Any]] = field(default_factory=dict)  # the numbers that calls found and left in places
     _rewritten: set[Place] = field(default_factory=set)  # what the last call that read it has changed, and is compared
 
-    def leaves_out(self, place: Place) -> bool:
-        """Return whether this is not compared: it is one of the places, or an entry of one."""
+    def leaves_out(self, place: Place, *values: Any) -> bool:
+        """Return whether this is not compared: it is one of the places, or an entry of one.
+
+        It may be a tensor beside an entry that is one of them. These take turns, as in a list of the last ones.
+        `values` are what was noted of the place.
+        """
         key, text = place
-        return place in self.places or (key, around_entries(text)) in self.places
+        if key is not None and len(key) == 2:
+            text, key = named_entry(f"{key[1]}{text}"), None
+        around = around_entries(text)
+        if not self.places.isdisjoint([(key, text), (key, around)]):
+            return True
+        takes_turns = (key, f"{around}{_TENSORS}") in self.places
+        return takes_turns and all(type(each) is TensorReference for each in values)
 
     def is_new(self, place: Hashable, was: Any, now: Any) -> bool:
         """Return whether a call has left a number in a place that no earlier call has found or left there."""
@@ -349,7 +363,7 @@ class ReadValues:
             f"{self.name(key)}{text}": value
             for key, found in self.found.items()
             for text, value in found.items()
-            if not self.left_out.leaves_out((key, text))
+            if not self.left_out.leaves_out((key, text), value)
         }
 
     def changed(self, new: "ReadValues") -> dict[str, tuple[Any, Any]]:
@@ -368,7 +382,8 @@ class ReadValues:
         for key, text in different(self.found, other.found):
             is_known = text in self.found.get(key, ()) and text in other.found.get(key, ())
             looked = is_known or (self.was_looked_at(key, text) and other.was_looked_at(key, text))
-            if looked and not any(each.left_out.leaves_out((key, text)) for each in (self, other)):
+            values = [each.found.get(key, {}).get(text, ABSENT) for each in (self, other)]
+            if looked and not any(each.left_out.leaves_out((key, text), *values) for each in (self, other)):
                 yield key, text
 
 
@@ -379,6 +394,17 @@ def different(old: dict[Key, dict[str, Any]], now: dict[Key, dict[str, Any]]) ->
         for text in {**was, **becomes}:
             if not are_same(was.get(text, ABSENT), becomes.get(text, ABSENT)):
                 yield key, text
+
+
+def named_entry(text: str) -> str:
+    """Return the last name in what is written, with the entries behind it."""
+    found = _NAMED.search(text)
+    return text if found is None else found[0]
+
+
+def changed_entry(key: Key | None, text: str) -> set[Place]:
+    """Return what counts as changed where an entry is another one. Where it has no name, tensors may take turns."""
+    return {(key, text)} if text.endswith("']") else {(key, text), (key, f"{around_entries(text)}{_TENSORS}")}
 
 
 def around_entries(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._undo import Undo, replace
-from .code import CodePlace, attributes_set, codes_in, texts_loaded
+from .code import CodePlace, attributes_read_whole, attributes_set, codes_in, texts_loaded
 
 # Python's own: `sys` may have others in their place.
 _set_trace, _trace_function = sys.settrace, sys.gettrace
@@ -107,6 +107,10 @@ class Executed:
     def attributes_set(self, code: CodeType) -> Iterator[str]:
         """Yield the names of the attributes that code has set or deleted."""
         yield from (name for name, place in attributes_set(code) if self.has(place))
+
+    def attributes_read_whole(self, code: CodeType) -> Iterator[str]:
+        """Yield the names of the attributes of which code may have read all entries."""
+        yield from (name for name, place in attributes_read_whole(code) if self.has(place))
 
     def _see_whether_it_was_ended(self) -> None:
         """See whether the call has ended the tracing, as tools do that set a trace function from C."""

@@ -17,9 +17,20 @@ from torch import Tensor, nn
 from ..._torch.tensors.modules import hook_tables, is_module, module_tables, parts_of
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
-from .calls import IDENTIFIER, KEPT_ELSEWHERE, differing, is_looked_into
+from .calls import KEPT_ELSEWHERE, differing, is_looked_into
 from .code import given_before
-from .constants import ABSENT, anew, are_equal, are_same, is_closed, is_of_numbers, is_plain, place_of
+from .constants import (
+    ABSENT,
+    IDENTIFIER,
+    anew,
+    are_equal,
+    are_same,
+    is_closed,
+    is_of_numbers,
+    is_plain,
+    own_table,
+    place_of,
+)
 from .objects import SET_BY_REPLAYS, File, Reach, Slots, any_name, holders, restoring
 
 
@@ -84,11 +95,12 @@ class LeftTensors:
 
         Return also whether no call behind the one that was captured can find it, since that has changed it.
 
-        Lists must be as long as they were, in which it has left something (`taken`, see there). Tensors that it has
+        Lists, dicts and objects must be where they were, and lists as long as they were, in which it has left something
+        (`taken`, see there). Tensors that it has
         used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where
         it was, in the same memory. So must what lies in several places, for it may have put it into each of them again,
-        and a number that it may have set again, and that is not compared: those with the names in `left_out`. Where it
-        has found a tensor or an object, and code reads the name, which `left_out` tells, there must be no number.
+        and numbers that are not compared, those with the names in `left_out`, if it may have set them again, or if code
+        reads the name, which `left_out` tells. Where it has then found a tensor or an object, there must be no number.
         """
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}
@@ -105,28 +117,33 @@ class LeftTensors:
         places = [each for each in found if has_to_stay(each[2])]
         memory = [(tensor, place_of(tensor)) for _, _, value in places for tensor in tensors_in(value)]
         found += [(table, key, value) for table, _, before in self._variables for key, value in before.items()]
-        no_numbers = []
+        written = {id(table.owner if isinstance(table, Slots) else table) for table, *_ in taken}
+        numbers, no_numbers = [], []
         for table, key, value in found:
             name = key if isinstance(key, str) and key else self._names.get(id(table), "")
-            if type(value) not in _CONTAINERS and not is_of_numbers(value):
-                no_numbers += [(table, key)] * left_out.get(name, False)
-            elif name in left_out and changed.isdisjoint([(id(table), key), (id(table), _ALL)]):
-                places.append((table, key, value))
+            if not (is_plain(value) or written.isdisjoint([id(value), id(own_table(value))])):
+                places += [(table, key, value)] * (entry(table, key) is value)  # a replay puts something into it
+            elif not is_of_numbers(value):
+                no_numbers += [(table, key)] * (left_out.get(name, False) and type(value) not in _CONTAINERS)
+            elif name in left_out:
+                is_free = not left_out[name] and not changed.isdisjoint([(id(table), key), (id(table), _ALL)])
+                numbers += [(table, key, anew(value, frozenset(), {}))] * (not is_free)
 
         def are_there() -> bool:
-            found = ((entry(table, key), value) for table, key, value in places)
-            return all(now is value or (is_of_numbers(value) and are_equal(now, value)) for now, value in found)
+            return all(entry(table, key) is value for table, key, value in places)
 
         def fits() -> bool:
             if any(len(table) != length for table, length in lists):
                 return False
             if any(is_of_numbers(entry(table, key)) for table, key in no_numbers):
                 return False
+            if not all(are_equal(entry(table, key), value) for table, key, value in numbers):
+                return False
             if any(place_of(tensor) != place for tensor, place in memory):  # after `tensor.data = ...`
                 return False
             return are_there()
 
-        return fits if lists or places or no_numbers else None, not are_there()
+        return fits if lists or places or numbers or no_numbers else None, not are_there()
 
     def contents(self) -> list[Any]:
         """Return all that they hold now, and how far their files have been written, or read."""

@@ -28,6 +28,7 @@ from .code import codes_in, functions_of, in_partial, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
+    IDENTIFIER,
     MOST_ENTRIES,
     CData,
     bases_of,
@@ -239,6 +240,8 @@ def holders(
     *,
     is_set: Callable[[str], bool] | None = None,
     all_entries: bool = False,
+    is_whole: Callable[[str], bool] | None = None,
+    name: str = "",
 ) -> Iterator[HeldTable]:
     """Yield the tables in a value that is not plain, and in those inside of it.
 
@@ -248,6 +251,8 @@ def holders(
         seen: the identities of what is left out; grows.
         is_set: returns whether code sets something by this name. Then it is left out if there is no number.
         all_entries: whether no entry of a dict is left out. Attributes of objects are.
+        is_whole: returns whether no entry is left out of small dicts under a name.
+        name: of the attribute.
     """
     left: list[tuple[str, Any, int]] = [("", value, 1)]
     while left:
@@ -258,20 +263,27 @@ def holders(
             if id(held) in seen or len(seen) >= _MOST_TABLES:
                 continue
             seen.add(id(held))
+            is_small = isinstance(table, dict) and not is_object and len(table) <= MOST_ENTRIES
+            counts = all_entries or (is_whole is not None and is_small and is_whole(_last_name(f"{name}{path}")))
             pairs = [
                 (key, entry)
                 for key, entry in entries
                 if not isinstance(key, str)
-                or (all_entries and not is_object)
+                or (counts and not is_object)
                 or is_read(key)
                 or (is_set is not None and is_set(key) and is_of_numbers(entry))
             ]
             texts = {key: _written(path, key, table, is_object) for key, _ in pairs}
             inner = [(key, entry) for key, entry in pairs if depth < _DEEPEST and holds_others(entry)]
             keys = [key for key, entry in pairs if is_plain(entry) or is_closed(entry) or not _may_change_inside(entry)]
-            is_whole = all_entries and not is_object and len(pairs) == len(entries)
-            yield HeldTable(path, table, keys, [key for key, _ in inner], texts, is_whole, held)
+            has_all = counts and not is_object and len(pairs) == len(entries)
+            yield HeldTable(path, table, keys, [key for key, _ in inner], texts, has_all, held)
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
+
+
+def _last_name(text: str) -> str:
+    found: list[str] = IDENTIFIER.findall(text)
+    return found[-1]
 
 
 def restoring(held: HeldTable) -> Callable[[], None] | None:

@@ -70,10 +70,11 @@ from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
 from ..._torch.tensors.tensors import is_tensor
 from ..._user_line import line_text
-from .calls import IDENTIFIER, KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
+from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
 from .code import Scope, functions_of
 from .constants import (
     ABSENT,
+    IDENTIFIER,
     MOST_ENTRIES,
     OWN,
     HostConstant,
@@ -83,6 +84,7 @@ from .constants import (
     ReadValues,
     TensorReference,
     around_entries,
+    changed_entry,
     constant,
     different,
     getter,
@@ -184,6 +186,7 @@ class Reads:
         self.remark: str = ""  # why more is compared than the step reads, "" if it is not
         self._names, self._own_names = Names(), OwnChanges()  # all names that were read in modules
         self._set: set[str] = set()  # those that were set
+        self._read_whole: set[str] = set()  # and those of which all entries count
         self._lines: dict[str, dict[CodeType, Line]] = {}  # where each name is read
         self._paths: dict[PathKey, Path] = {}  # kept, so that no others get their keys
         self._whole: set[PathKey] = set()  # of whose objects each attribute counts
@@ -289,9 +292,11 @@ class Reads:
         self.written[f"{_OPENED}{os.path.basename(line[0])}:{line[1]}"] = line
 
     def _learn_names(self, recorder: "CallRecorder", read: Names) -> None:
+        self._read_whole |= recorder.whole
         looked, changed = recorder.before, set[Place]()
         compared, compared_set = self._compared_names(), self._compared_set()
-        for place, name, around, was, now, is_set in (change for before in looked for change in before.changes()):
+        changes = (change for before in looked for change in before.changes())
+        for place, name, entry, around, was, now, is_set in changes:
             if is_write(was, now):
                 if not self._own_names.is_new(place, was, now) and is_set and not self.may_stop(name):
                     continue
@@ -299,10 +304,17 @@ class Reads:
                 lines = recorder.lines.get(name) or recorder.lines.get(around, {})
                 if around not in KEPT_ELSEWHERE:
                     self.written[f"the attribute {name}"] = next(iter(lines.values()), None)
-            changed.add((None, name))
+            # A dict of which not all entries count is looked at by the names of those that do.
+            is_entry = entry and (around_entries(entry) in (name, *self._read_whole))
+            changed |= changed_entry(None, entry) if is_entry else {(None, name)}
 
         def is_read(place: Place) -> bool:
-            return read.has_somewhere(place[1]) or place[1] in recorder.set
+            name = around_entries(place[1])
+            return read.has_somewhere(name) or name in recorder.set
+
+        def is_compared(place: Place) -> bool:
+            name = around_entries(place[1])
+            return compared.has_somewhere(name) or name in compared_set
 
         def holds(place: Place, test: Callable[[Any], bool]) -> bool:
             return is_read(place) and any(test(each) for before in looked for each in before.values(place[1]))
@@ -312,7 +324,7 @@ class Reads:
             is_read=is_read,
             is_tensor=lambda place: holds(place, is_tensor),
             is_number=lambda place: holds(place, is_of_numbers),
-            is_compared=lambda place: compared.has_somewhere(place[1]) or place[1] in compared_set,
+            is_compared=is_compared,
         )
         of_class = dict(self._names.of_class)
         for kind, found in read.of_class.items():
@@ -342,21 +354,27 @@ class Reads:
                 self.written[f"the variable {name}"] = read[key]
         self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
 
-        def whole(places: Iterator[tuple[Key, str]]) -> set[Place]:
-            """Return what counts as changed if these have another value: of a list or dict all that is in it."""
+        def changed(before: dict[Key, dict[str, Any]], after: dict[Key, dict[str, Any]]) -> set[Place]:
+            """Return what counts as changed: of a list or dict that has another length, all that is in it."""
             found = set[Place]()
-            for key, text in places:
+            for key, text in different(before, after):
                 around = around_entries(text)
                 is_inside = around or any(issubclass(type(value), (dict, list)) for value in paths[key].values()[-1:])
-                found.add((key, around if is_inside else text))
+                is_entry = is_inside and text.endswith("]")
+                if (key, text) in again:
+                    continue
+                if is_entry and all(text in each.get(key, {}) for each in (before, after)):
+                    found |= changed_entry(key, text)
+                else:
+                    found.add((key, around if is_entry else text))
             return found
 
         # A function may read what another one has written before it was called: then only a later call shows that.
-        rewritten = whole(place for place in different(notes.before, after) if place not in again)
+        rewritten = changed(notes.before, after)
         compared = self._compared_paths()
         now = {key: self._follow(path).found() for key, path in self._paths.items()}
         self._widened |= self._own.saw(
-            rewritten | whole(place for place in different(start, now) if place not in again),
+            rewritten | changed(start, now),
             is_read=lambda place: place[0] in read,
             is_tensor=lambda place: isinstance(after.get(place[0] or (), {}).get(place[1]), weakref.ref),
             is_number=lambda place: holds_numbers(after.get(place[0] or (), {}), place[1]),
@@ -370,8 +388,8 @@ class Reads:
         for key, line in read.items():
             self._readers[key] = self._readers.get(key, set()) | notes.readers[key]
             self._line.setdefault(key, line)
-        changed = {key for key, _ in self._own.places}
-        self._paths = {key: path for key, path in paths.items() if key in self._readers or key in changed}
+        kept = self._readers.keys() | {key for key, _ in self._own.places}
+        self._paths = {key: path for key, path in paths.items() if key in kept}
 
     def forget(self) -> None:
         """Compare no variables any more. What names count in modules is known for good."""
@@ -390,6 +408,7 @@ class Reads:
     def look(self, modules: Sequence[nn.Module], paths: Callable[[], list[str]]) -> Reading:
         """Look at everything. `paths` returns the path of each of the step's modules."""
         names, compared, is_set = self._compared_names(), self._compared_paths(), self._compared_set().__contains__
+        own = OwnChanges(self._own.places | self._own_names.places)
         variables = [self._follow(path, is_set=is_set) for path in compared.values()]
         sources = [*self._attributes(modules, names, is_set), *variables]
         found = {source.key: source.found() for source in sources}
@@ -437,10 +456,10 @@ class Reads:
             (each(), each.place)
             for key, values in found.items()
             for text, each in values.items()
-            if isinstance(each, TensorReference) and not self._own.leaves_out((key, text))
+            if isinstance(each, TensorReference) and not own.leaves_out((key, text), each)
         ]
         return Reading(
-            ReadValues(found, name, was_looked_at, OwnChanges(set(self._own.places))),
+            ReadValues(found, name, was_looked_at, own),
             [read for read, _ in readers],
             [table for _, table in readers],
             list({id(table): table for table in tables if table is not None}.values()),
@@ -452,7 +471,7 @@ class Reads:
 
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
         """Yield the values that steps have read, as they are now. `paths` are those of the modules."""
-        compared = self._compared_names()
+        own = {name for _, name in self._own_names.places}
         names = self._names.without(KEPT_ELSEWHERE)
         for source in self._attributes(modules, names, frozenset().__contains__, all_modules=True):
             number, name = source.key
@@ -462,7 +481,8 @@ class Reads:
                 read = IDENTIFIER.findall(name + text)
                 lines = next((found for each in reversed(read) if (found := self._lines.get(each))), {})
                 line = next((line for code, line in lines.items() if code in methods), next(iter(lines.values()), None))
-                why = "" if compared.has(type(module), name) and all(map(compared.has_somewhere, read[1:])) else OWN
+                is_own = not own.isdisjoint(read) or self._own_names.leaves_out((source.key, text), value)
+                why = OWN if is_own else ""
                 if not is_looked_into(module):
                     why = f"{type(module).__name__} changes its attributes between steps"
                 yield constant(f"{paths[number]}.{name}{text}", value, line, why)
@@ -476,7 +496,8 @@ class Reads:
                 yield constant(str(path), ABSENT, line, f"objects of {package} are not looked into")
                 continue
             for text, value in source.listed():
-                yield constant(source.text + text, value, line, OWN if self._own.leaves_out((path.key, text)) else "")
+                why = OWN if self._own.leaves_out((path.key, text), value) else ""
+                yield constant(source.text + text, value, line, why)
 
     def _compared_names(self) -> Names:
         return self._names.without(KEPT_ELSEWHERE | {name for _, name in self._own_names.places})
@@ -508,7 +529,10 @@ class Reads:
                 continue
             of_class = counting[type(module)]
             for name in [name for name in table if name in of_class or (is_set(name) and is_of_numbers(table[name]))]:
-                inside = list(holders(table[name], names.has_somewhere, seen, is_set=is_set))
+                is_whole = self._read_whole.__contains__
+                inside = list(
+                    holders(table[name], names.has_somewhere, seen, is_set=is_set, is_whole=is_whole, name=name)
+                )
                 yield _Source((number, name), name, [(table, name)], table[name], inside)
 
     def _follow(

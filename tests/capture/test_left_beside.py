@@ -89,8 +89,7 @@ def rewritten(way: str, was: Any, y: Tensor) -> Any:
 
 @pytest.mark.filterwarnings("ignore::ampkit.CaptureWarning")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("sizes", ["4" * 26, "4466" * 6], ids=["one size", "two sizes"])
-@pytest.mark.parametrize("way", ["tensor", "average", "number"])
+@pytest.mark.parametrize(("way", "sizes"), [("tensor", "4" * 26), ("average", "4466" * 6), ("number", "4466" * 6)])
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.quick(24)

@@ -185,6 +185,7 @@ def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
+@pytest.mark.filterwarnings("ignore:graphed_step. the variable seen:ampkit.CaptureWarning")  # which is changed, indeed
 @pytest.mark.slow
 def test_working_weights(engine: Engine) -> None:
     """R11: compiled code gets the copies of weights: it casts no weight itself. The uncaptured step has them."""

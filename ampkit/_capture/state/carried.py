@@ -77,6 +77,11 @@ class Carried:
         places = [(id(table), each) for each in (range(len(table)) if isinstance(table, (list, deque)) else [key])]
         return any(place in self._known and self._known[place].is_renewed for place in places)
 
+    def forget(self) -> None:
+        """Leave all tensors where they are. No graph may be there that reads one."""
+        self._own.clear()
+        self._known.clear()
+
     def forget_replaced(self) -> None:
         """Forget in which places calls have put other tensors, before a call that is to show it."""
         self.copied.clear()

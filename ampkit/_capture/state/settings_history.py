@@ -120,6 +120,7 @@ class SettingsHistory:
         self.generation, self._calls = None, 0
         self._settings.clear()
         self._state.reads.forget()
+        self._state.carried.forget()  # whose tensors may lie where it is known no longer that variables lead to
         self._state.host_tensors.forget()
         self._state.look_again()
 

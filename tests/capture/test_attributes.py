@@ -382,3 +382,47 @@ def test_under_another_profiler() -> None:
         profiler.disable()
     assert step.report().captures == 2
     assert sys.getprofile() is None
+
+
+class Weighted(nn.Module):
+    """Reads a dict of its own in one of the ways in which no constant in the code names the entries."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.fc, self.read = nn.Linear(4, 4), read
+        self.names = list(KEYS)
+        self.weights = dict.fromkeys(KEYS, 1.0)
+        self.inside = SimpleNamespace(weights=dict.fromkeys(KEYS, 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x) * self.read(self)).square().mean()
+
+
+KEYS = ("one", "other")
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "values": lambda net: sum(net.weights.values()),
+    "items": lambda net: sum(weight for _, weight in net.weights.items()),
+    "keys": lambda net: sum(net.weights[key] for key in net.weights),
+    "names": lambda net: sum(net.weights[name] for name in net.names),
+    "get": lambda net: sum(net.weights.get(name, 0.0) for name in net.names),
+    "in an object": lambda net: sum(net.inside.weights.values()),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("read", WHOLE.values(), ids=WHOLE)
+def test_entries_that_no_constant_names(engine: Engine, read: Callable[[Any], Any]) -> None:
+    """W2: `for name, weight in self.weights.items()`: a weight that the loop sets makes another graph."""
+    device, graph = engine
+
+    def change(net: Any) -> None:
+        net.weights[KEYS[1]] = net.inside.weights[KEYS[1]] = 3.0
+
+    def losses(graph: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        return train(Weighted(read).to(device), device, graph, [change])
+
+    expected, _ = losses("off")
+    found, step = losses(graph)
+    assert_same(found, expected)
+    assert step.captures == 2

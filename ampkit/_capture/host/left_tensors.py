@@ -95,12 +95,14 @@ class LeftTensors:
 
         Return also whether no call behind the one that was captured can find it, since that has changed it.
 
-        Lists, dicts and objects must be where they were, and lists as long as they were, in which it has left something
-        (`taken`, see there). Tensors that it has
-        used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied` are ids), must be where
-        it was, in the same memory. So must what lies in several places, for it may have put it into each of them again,
-        and numbers that are not compared, those with the names in `left_out`, if it may have set them again, or if code
-        reads the name, which `left_out` tells. Where it has then found a tensor or an object, there must be no number.
+        - Lists, dicts and objects in which it has left something (`taken`, see there) must be where they were, and
+          lists as long as they were.
+        - Tensors that it has used (`used` are addresses), and what it has put elsewhere, or copied to there (`copied`
+          are ids), must be where it was, in the same memory. So must what lies in several places, for it may have put
+          it into each of them again.
+        - Of places that are not compared, those with the names in `left_out`, numbers must be the same if it may have
+          set them again, or if code reads the name, which `left_out` tells. Then there must be none where it has found
+          a tensor or an object.
         """
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}

@@ -25,14 +25,16 @@ executed (`executed`). A *place* is a root and a path from it, and `Reads` has a
 one of two ways:
 - A module has many attributes, and code reaches it as `self`. Names are precise enough there: each attribute counts
   whose name an executed instruction of the step has read, or loaded as a text, which `getattr` may be given. What only
-  the code of one class reads counts in its modules alone.
+  the code of one class reads counts in its modules alone. Of a small dict that code reads whole, or by other keys than
+  constants (`self.weights.values()`), each entry counts.
 - A global variable, a variable of a function around the step, and an object that a function is given are shared with
   the rest of the program. There the bytecode is read for the longest expressions (`CONFIG.loss["l1"]`), and one of
   them counts if its last instruction was executed (`code`, `roots`).
 
 What a place leads to is looked into, without running code of the user's (`objects`): lists, dicts, slots, partials,
 caches. Of functions, code and defaults count. What the watched call has changed itself is left out, unless it was the
-only call that did, as where a cache is filled (`OwnChanges`). Numbers are left out if each call leaves one that was
+only call that did, as where a cache is filled (`OwnChanges`): of a list or dict that grows all that is in it, else the
+entry, and in a list the other tensors, which may take turns. Numbers are left out if each call leaves one that was
 never there before. Others are compared, also those that code only sets, and replays set them (`left_tensors`). A call
 then reads all places by a few getters of C and compares identities (`state/watch.py`). Only where one differs are
 values compared (`are_same`).

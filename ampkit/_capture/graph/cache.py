@@ -41,7 +41,7 @@ class Captured:
         self.nbytes: int = pool_bytes + inputs.nbytes  # device memory that came with it; its capture let the pool grow
         self.timing = timing
         self.sees_capture = sees_capture  # whether the code of its eager calls is told that it is being captured
-        self.misfits = 0  # calls in a row that it did not fit
+        self.misfits: int = 0  # calls in a row that it did not fit
         self.compared = False  # whether a replay was compared with an eager call
 
     def fits(self) -> bool:

@@ -263,7 +263,7 @@ def holders(
             if id(held) in seen or len(seen) >= _MOST_TABLES:
                 continue
             seen.add(id(held))
-            is_small = isinstance(table, dict) and not is_object and len(table) <= MOST_ENTRIES
+            is_small = isinstance(table, dict) and not is_object and len(entries) <= MOST_ENTRIES
             counts = all_entries or (is_whole is not None and is_small and is_whole(_last_name(f"{name}{path}")))
             pairs = [
                 (key, entry)

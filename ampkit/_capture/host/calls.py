@@ -16,7 +16,7 @@ from ..._torch.compile import COMPILER_FOLDERS, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
-from .constants import ABSENT, CLOSED_PACKAGES, IDENTIFIER, are_equal, bases_of, is_plain, module_name, named_entry
+from .constants import ABSENT, CLOSED_PACKAGES, are_equal, bases_of, is_plain, module_name, named_entry, names_in
 from .executed import Executed
 from .objects import SET_BY_REPLAYS, HeldTable, any_name, class_numbers, holders
 
@@ -226,9 +226,7 @@ class _Before:
                 if name not in KEPT_ELSEWHERE and not is_plain(value):
                     found = holders(value, any_name, seen.setdefault(name, set()))
                     # By the name by which the code that changes it reads it.
-                    self._inside += [
-                        (each, name, IDENTIFIER.findall(name + each.path)[-1], each.copy()) for each in found
-                    ]
+                    self._inside += [(each, name, names_in(name + each.path)[-1], each.copy()) for each in found]
 
     def changes(self) -> Iterator[HostChange]:
         """Yield what is not the same now, or a list or dict of another length."""
@@ -261,9 +259,10 @@ class _Before:
         tables += [holder.table for holder, *_ in self._inside if isinstance(holder.table, dict)]
         yield from (table[name] for table in tables if dict.__contains__(table, name))
         for holder, attribute, *_ in self._inside if name.endswith("]") else ():
-            now = holder.copy()
+            keys = {key for key, text in holder.texts.items() if named_entry(f"{attribute}{text}") == name}
+            now = holder.copy() if keys else {}
             pairs = now.items() if isinstance(now, dict) else enumerate(now)
-            yield from (value for key, value in pairs if named_entry(f"{attribute}{holder.texts.get(key)}") == name)
+            yield from (value for key, value in pairs if key in keys)
 
 
 def is_looked_into(module: nn.Module) -> bool:

@@ -262,7 +262,7 @@ Key = tuple[Any, ...]  # of what code reads by words of its own, an attribute or
 # A key, and what is written behind it. None, and a name, maybe with entries: in whatever module it is.
 Place = tuple[Key | None, str]
 _ENTRIES = re.compile(r"(\[[^\]]*\])+$")  # at the end of a text
-IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _NAMED = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])*$")
 _TENSORS = "[*]"  # behind how a list or dict is written: the tensors in it
 
@@ -394,6 +394,12 @@ def different(old: dict[Key, dict[str, Any]], now: dict[Key, dict[str, Any]]) ->
         for text in {**was, **becomes}:
             if not are_same(was.get(text, ABSENT), becomes.get(text, ABSENT)):
                 yield key, text
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in how a value is written: `loss` and `weights` of `self.loss.weights[0]` without its `self.`"""
+    found: list[str] = _IDENTIFIER.findall(text)
+    return found
 
 
 def named_entry(text: str) -> str:

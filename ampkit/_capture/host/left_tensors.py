@@ -21,13 +21,13 @@ from .calls import KEPT_ELSEWHERE, differing, is_looked_into
 from .code import given_before
 from .constants import (
     ABSENT,
-    IDENTIFIER,
     anew,
     are_equal,
     are_same,
     is_closed,
     is_of_numbers,
     is_plain,
+    names_in,
     own_table,
     place_of,
 )
@@ -76,7 +76,7 @@ class LeftTensors:
         for module in modules:
             inside = [(name, value) for name, value in vars(module).items() if name not in KEPT_ELSEWHERE]
             named += [(name, each) for name, value in inside for each in holders(value, any_name, seen)]
-        self._names |= {id(each.table): IDENTIFIER.findall(f"{name}{each.path}")[-1] for name, each in named}
+        self._names |= {id(each.table): names_in(f"{name}{each.path}")[-1] for name, each in named}
         held = [each for _, each in named]
         held += chain.from_iterable(holders(kind, any_name, seen) for kind in set(map(type, modules)))
         beside = [part for _, value in values if is_module(value) for part in parts_of(value)]

@@ -28,7 +28,6 @@ from .code import codes_in, functions_of, in_partial, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
-    IDENTIFIER,
     MOST_ENTRIES,
     CData,
     bases_of,
@@ -43,6 +42,7 @@ from .constants import (
     is_of_numbers,
     is_plain,
     module_name,
+    names_in,
     noted,
     number_text,
     own_table,
@@ -264,7 +264,7 @@ def holders(
                 continue
             seen.add(id(held))
             is_small = isinstance(table, dict) and not is_object and len(entries) <= MOST_ENTRIES
-            counts = all_entries or (is_whole is not None and is_small and is_whole(_last_name(f"{name}{path}")))
+            counts = all_entries or (is_whole is not None and is_small and is_whole(names_in(f"{name}{path}")[-1]))
             pairs = [
                 (key, entry)
                 for key, entry in entries
@@ -279,11 +279,6 @@ def holders(
             has_all = counts and not is_object and len(pairs) == len(entries)
             yield HeldTable(path, table, keys, [key for key, _ in inner], texts, has_all, held)
             left += [(texts[key], entry, depth + 1) for key, entry in inner]
-
-
-def _last_name(text: str) -> str:
-    found: list[str] = IDENTIFIER.findall(text)
-    return found[-1]
 
 
 def restoring(held: HeldTable) -> Callable[[], None] | None:

@@ -76,7 +76,6 @@ from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
 from .code import Scope, functions_of
 from .constants import (
     ABSENT,
-    IDENTIFIER,
     MOST_ENTRIES,
     OWN,
     HostConstant,
@@ -94,6 +93,7 @@ from .constants import (
     is_of_numbers,
     is_plain,
     is_write,
+    names_in,
     own_table,
     package_name,
 )
@@ -250,7 +250,7 @@ class Reads:
         With each name, whether code reads attributes of that name.
         """
         places = (*self._own.places, *self._own_names.places)
-        found = (IDENTIFIER.findall(f"{self._paths.get(key or (), '')}{text}")[-1:] for key, text in places)
+        found = (names_in(f"{self._paths.get(key or (), '')}{text}")[-1:] for key, text in places)
         return {name: self.loads(name) for name in chain.from_iterable(found) if not self.may_stop(name)}
 
     def let_stop(self, may_stop: Callable[[str], bool], *, some: bool) -> None:
@@ -428,7 +428,7 @@ class Reads:
             if len(key) != 2:
                 return key in found and all(is_read(name) or is_set(name) for name in _ATTRIBUTE.findall(text))
             is_there = key[0] < len(kinds) and (names.has(kinds[key[0]], key[1]) or is_set(key[1]))
-            return is_there and all(names.has_somewhere(name) or is_set(name) for name in IDENTIFIER.findall(text))
+            return is_there and all(names.has_somewhere(name) or is_set(name) for name in names_in(text))
 
         methods = list(users_methods(kinds))
         found[_METHODS] = {text: noted_function(function) for _, _, text, function in methods}
@@ -480,7 +480,7 @@ class Reads:
             module = modules[number]
             methods = {function.__code__ for _, function in functions_of(type(module))}
             for text, value in source.listed():
-                read = IDENTIFIER.findall(name + text)
+                read = names_in(name + text)
                 lines = next((found for each in reversed(read) if (found := self._lines.get(each))), {})
                 line = next((line for code, line in lines.items() if code in methods), next(iter(lines.values()), None))
                 is_own = not own.isdisjoint(read) or self._own_names.leaves_out((source.key, text), value)

@@ -386,6 +386,36 @@ def test_modules_that_are_left_out_or_called_in_another_order(engine: Engine, st
     assert sum(part.replays for part in report.parts) > 30
 
 
+class AsksForIdentity(Block):
+    """Asks which one of its parameters this is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.kept = how, [self.first.weight]
+        self.ids, self.weights = {id(self.first.weight)}, {self.first.weight}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        is_known = {"id": id(weight) in self.ids, "set": weight in self.weights, "is": weight is self.kept[0]}
+        return super().forward(x) * (2.0 if is_known[self.how] else 1.0)
+
+
+@pytest.mark.parametrize("policy", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["id", "set", "is"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_that_asks_for_the_identity_of_its_parameters(engine: Engine, how: str, policy: str) -> None:
+    """W3: a graph would have other parameters in it. So that module stays eager, and what is in it is captured."""
+
+    def make() -> nn.Module:
+        model = Reads()
+        model.decoder = AsksForIdentity(how)
+        return model
+
+    report = compared(engine, make, policy=policy).report()
+    assert [part.module for part in report.parts] == ["encoder"]
+    assert "does it ask for their identity" in " ".join(report.split)
+
+
 # ------------------------------------------------------------------------------------- neighbours in an nn.Sequential
 
 

@@ -179,7 +179,9 @@ def are_same(old: Any, now: Any) -> bool:
     if isinstance(old, (tuple, list)):
         return len(old) == len(now) and all(map(are_same, old, now))
     if isinstance(old, frozenset):
-        return old == now and _written(old) == _written(now)
+        others = [[each for each in values if not isinstance(each, _WRITTEN)] for values in (old, now)]
+        is_there = all(any(are_same(each, found) for found in others[1]) for each in others[0])
+        return len(old) == len(now) and is_there and _written(old) == _written(now)
     if type(old) is slice:
         return are_same((old.start, old.stop, old.step), (now.start, now.stop, now.step))
     if isinstance(old, (float, complex, Decimal)):
@@ -210,7 +212,7 @@ def are_equal(old: Any, now: Any) -> bool:
     if type(old) is types.FunctionType:
         return old.__code__ is now.__code__
     if type(old) is dict:
-        return list(old) == list(now) and all(map(are_equal, old.values(), now.values()))
+        return are_equal(list(old), list(now)) and are_equal(list(old.values()), list(now.values()))
     if type(old) in (list, tuple, deque):
         return len(old) == len(now) and all(map(are_equal, old, now))
     return old == now if type(old) is set and is_of_numbers(old) and is_of_numbers(now) else are_same(old, now)
@@ -245,7 +247,10 @@ def is_write(old: Any, now: Any) -> bool:
 
 def _written(values: frozenset[Any]) -> set[tuple[type, str]]:
     """Return how the numbers in a set are written: as keys 0.0 and -0.0 are one, and so are 1 and True."""
-    return {(type(each), number_text(each)) for each in values if isinstance(each, (*CONSTANTS, Decimal))}
+    return {(type(each), number_text(each)) for each in values if isinstance(each, _WRITTEN)}
+
+
+_WRITTEN = (*CONSTANTS, Decimal)
 
 
 def number_text(number: Any) -> str:

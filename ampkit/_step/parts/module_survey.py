@@ -250,7 +250,7 @@ class Survey:
         if self._running or not backward:
             self._follow_data(addresses, done.written_at)
         packed = packs_saved_tensors()
-        entry = str(done.op), tuple(map(_entry_of, tree_flatten((done.args, done.kwargs))[0]))
+        entry = operation_entry(done.op, done.args, done.kwargs)
         for call in self._running:
             call.operations.append(entry)
             call.kernels += bool(made or done.written)
@@ -339,6 +339,11 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"  # name of the node of a leaf
 def _key(node: Any) -> int:
     """Return a key for an autograd node: its own number, or the identity of the parameter if it accumulates one."""
     return id(node.variable) if node.name() == _ACCUMULATES else -1 - sequence_number(node)
+
+
+def operation_entry(op: Any, args: Any, kwargs: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return what stands for an operation that has run: its name, the layouts of its tensors, and its numbers."""
+    return str(op), tuple(map(_entry_of, tree_flatten((args, kwargs))[0]))
 
 
 def _entry_of(leaf: Any) -> Any:

@@ -7,10 +7,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._callables.autograd_node import PENDING, GraphedPasses
-from ..._callables.input_leaves import Wants
 from ..._callables.passes import Passes
 from ..._callables.shared_memory import SharedMemory
 from ..._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
@@ -19,9 +18,19 @@ from ..._capture.keys.inputs import StaticInputs
 from ..._capture.keys.placement import empty_like, once, place_of
 from ..._errors import CaptureError
 from ..._torch.autograd.autograd import graph_nodes
+from ..._torch.tensors.fast_paths import autocast_of_parts
+from ..._torch.tensors.modes import WatchingMode
 from ..._torch.tensors.tensors import unowned, version
-from ..._undo import Undo
-from .module_survey import GradientLayout
+from ..._undo import Undo, replace
+from ..._user_line import wraps_operations
+from .module_survey import ModuleCall, operation_entry
+
+wraps_operations(__file__)
+
+_OTHER_WEIGHTS = (
+    "it does something else where it has others in place of its parameters, as in a capture: does it ask for their "
+    "identity (`id(weight)`, `is`, a dict with parameters as keys)?"
+)
 
 
 class PartMemory(SharedMemory):
@@ -94,8 +103,8 @@ class PartPasses(Passes):
 
     Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
 
-    The arguments are those of `Passes`, the layout of each differentiable output's gradient (None if it gets none), and
-    whether autograd records the calls. Otherwise there is no backward pass.
+    The arguments are those of `Passes`, and the call as a survey has seen it. Its operations must be those of this one.
+    Without grad mode there is no backward pass.
 
     Attributes:
         static: the gradients of the differentiable outputs, which backward starts from; None for those without.
@@ -107,19 +116,17 @@ class PartPasses(Passes):
     def __init__(
         self,
         function: Callable[..., Any],
-        module: nn.Module,
+        call: ModuleCall,
         inputs: StaticInputs,
-        wants_grad: tuple[Wants, ...],
         device: torch.device,
-        gradients: Sequence[GradientLayout | None],
-        grad_mode: bool,
     ) -> None:
-        self.grad_mode = grad_mode
-        modules = list(module.modules())
-        tensors = list(dict.fromkeys(chain(module.parameters(), module.buffers())))
-        super().__init__(function, modules, tensors, inputs, wants_grad, device, sees_capture=False)
+        assert call.layout is not None  # or it is not captured
+        self.grad_mode = call.layout.grad_mode
+        modules = list(call.module.modules())
+        tensors = list(dict.fromkeys(chain(call.module.parameters(), call.module.buffers())))
+        super().__init__(function, modules, tensors, inputs, call.layout.wants_grad, device, sees_capture=False)
         self._static_leaves = list(self._leaves)
-        self._gradients = gradients
+        self._gradients, self._operations = call.gradients, call.operations
         self.static: list[Tensor | None] = []
         self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
         self.slots: list[int] = []
@@ -187,6 +194,12 @@ class PartPasses(Passes):
         return [next(fresh[j], None) for j in self.slots]
 
     def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
+        seen = _Operations()
+        with Undo() as undo:
+            replace(undo, self, "_function", partial(seen.of, self._function))
+            self.forward()
+        if seen.entries != self._operations:
+            raise CaptureError(_OTHER_WEIGHTS)
         known, slots = self._first_forward(), self.slots
         if sum(self.differentiable) != len(self._gradients):
             raise CaptureError("it returned other outputs than before.")
@@ -214,6 +227,26 @@ class PartPasses(Passes):
             raise CaptureError("it writes into its input, which a replay would not.")
         self._edges = []  # so that no memory is freed during the capture
         return known
+
+
+class _Operations(WatchingMode):
+    """Notes the operations of a call, as a survey does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self.entries: list[Any] = []
+
+    def of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function."""
+        with self:
+            return function(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with autocast_of_parts(func):
+            result = func(*args, **kwargs)
+        self.entries += [operation_entry(func, args, kwargs)] * hasattr(func, "overloadpacket")
+        return result
 
 
 class GraphedPart(GraphedPasses):

@@ -188,8 +188,7 @@ class _GraphedModule:
                     for generator in self._memory.generators:
                         draws.note(generator.set_state, generator.get_state())
                     inputs = static_inputs(layout.spec, leaves)
-                    wants, gradients = layout.wants_grad, self.call.gradients
-                    passes = PartPasses(original, module, inputs, wants, device, gradients, layout.grad_mode)
+                    passes = PartPasses(original, self.call, inputs, device)
                     graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")

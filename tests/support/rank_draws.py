@@ -40,6 +40,7 @@ class Case(NamedTuple):
         odd: calls in which rank 1 has a batch of another size.
         changes: the call in which the rate changes, on all ranks.
         verify: see `graphed_step`.
+        asks: the layers that are chosen by a question about the batch, rather than by a draw.
     """
 
     own: bool = True
@@ -51,6 +52,7 @@ class Case(NamedTuple):
     odd: tuple[int, ...] = ()
     changes: int = -1
     verify: int = 0
+    asks: tuple[int, ...] = ()
 
 
 CASES = {
@@ -66,21 +68,32 @@ CASES = {
     "verified": Case(verify=2, own=False),
     "layerdrop": Case(own=False, drops=True),
     "rare layerdrop": Case(own=False, drops=True, rate=0.05),
+    "asks": Case(asks=(0, 1)),
+    "asks, fsdp": Case(asks=(0, 1), wrapper="fsdp"),
+    "asks and draws": Case(asks=(1,)),
+    "asks, accumulated": Case(asks=(0, 1), accumulate=2),
+    "asks in windows": Case(asks=(0,), accumulate=2, window=True),
+    "asks, another size": Case(asks=(0, 1), odd=(2, 7, 20, 21, 30)),
 }
-ON_GPUS = ("own", "rare", "own, fsdp", "windows", "another size", "verified", "layerdrop")  # gloo shows the rest
+# gloo shows the rest
+ON_GPUS = ("own", "rare", "own, fsdp", "windows", "another size", "verified", "layerdrop", "asks", "asks, fsdp")
 
 
 class Layers(nn.Module):
-    """Two decisions of the host by draws on the CPU, which leave all parameters in use unless layers are dropped."""
+    """Two decisions of the host, by draws on the CPU or by questions about the input.
+
+    All parameters are in use unless layers are dropped.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.last, self.drops, self.rate = nn.Linear(WIDTH, 3), case.drops, case.rate
+        self.last, self.drops, self.rate, self.asks = nn.Linear(WIDTH, 3), case.drops, case.rate, case.asks
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            chosen = torch.rand([]) < self.rate
+        batch = x
+        for number, layer in enumerate(self.layers):
+            chosen = batch[number].sum() > 2.0 if number in self.asks else torch.rand([]) < self.rate
             if chosen and self.drops:
                 continue
             x = torch.tanh(layer(-x)) if chosen else x + torch.tanh(layer(x))

@@ -108,6 +108,7 @@ class Engine:
         key = Key(spec, phase, self._settings_history.number)
         if captured is None or self._ranks.exchanges:
             key = self._questions.decided(self._draws.decided(key), leaves)  # which may depend on the draws
+            key = self._of_all_ranks(key)
             captured = captured or self._cache.find(key)
         if captured is not None and captured.misfits >= _MISFITS and not self._ranks.several:
             self._cache.drop(key)
@@ -134,6 +135,12 @@ class Engine:
         return call_aligned(
             eager, spec, args, kwargs, leaves, lambda: may_change(self._state, self._layout(key).writes)
         )
+
+    def _of_all_ranks(self, key: Key) -> Key:
+        """Return the key of a call, which stands for what the other ranks decide, too, if all know what it leads to."""
+        decided = key.outcomes, key.answers
+        of_all = self._ranks.outcome_of_all(None if NEW in decided else decided)
+        return key if of_all is None or decided == (None, None) else key._replace(ranks_outcome=of_all)
 
     def _call_without_graph(
         self, key: Key, start: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]

@@ -21,7 +21,7 @@ class HostDraws:
     Torch's default CPU generator is where an eager call finds it, or leaves it, in every call: an eager call draws for
     itself; behind a replay the generator is put to where the draws of this object have left it.
 
-    With several ranks, the outcomes on all of them together choose the graph. Each rank learns its own paths.
+    With several ranks, each learns its own paths.
 
     Attributes:
         enabled: whether steps may decide by draws.
@@ -39,7 +39,7 @@ class HostDraws:
         """Draw for a call of this key. Return its key with the outcomes, `NEW` if nobody knows yet what they lead to.
 
         If the calls of the key draw nothing as far as is known, the key is returned as it is. The generator is put back
-        to where it was. With several ranks, each of them must call it in the same calls.
+        to where it was.
         """
         tree = self._trees.get(key)
         if tree is not None:
@@ -51,10 +51,7 @@ class HostDraws:
             finally:
                 torch.default_generator.set_state(self._before)
             key = key._replace(outcomes=NEW if outcomes is None else outcomes)
-        if not self._ranks.several:
-            return key
-        of_all = self._ranks.outcome_of_all(None if key.outcomes is NEW else (key.outcomes,))
-        return key if of_all is None or key.outcomes in (None, NEW) else key._replace(ranks_outcome=of_all)
+        return key
 
     def learn(self, key: Key, path: DrawPath) -> Key:
         """Take note of what an eager call has drawn, and have its layout be that of the outcomes. Return its key.
@@ -74,7 +71,7 @@ class HostDraws:
             self.clear()
             self._fallback.warn_once("draws", _CHANGED)
             return key
-        self._ranks.draws = True
+        self._ranks.decides = True
         found = key._replace(outcomes=path.outcomes)
         if key.outcomes in (None, NEW):
             self._layouts.move(key, found)

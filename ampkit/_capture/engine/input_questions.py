@@ -20,18 +20,19 @@ class InputQuestions:
     What a first call asks may be about a tensor that it has made of its input and kept. So two calls under the
     preflight have to ask the same after the same answers.
 
+    With several ranks, each learns what its own calls ask. No graph is cut: the ranks would have to agree there.
+
     Sync: each question waits for the device, and so for the step before.
 
     Attributes:
-        enabled: whether steps may decide by questions. Several ranks would have to agree on the answers.
+        enabled: whether steps may decide by questions.
         may_cut: whether graphs may be cut where calls ask.
     """
 
     def __init__(self, session: Session) -> None:
         self._device, self._layouts, self._cache = session.device, session.layouts, session.cache
-        self._fallback = session.fallback
-        self.enabled = not session.ranks.several
-        self.may_cut = self.enabled and session.options.cuts
+        self._fallback, self._ranks = session.fallback, session.ranks
+        self.enabled, self.may_cut = True, session.options.cuts and not session.ranks.several
         self._state, self._cuts = session.state, dict[Key, RehearsedCuts]()
         # Per key and answers about the input: those at the cuts that a call gets the graph of, () if there are none.
         self._guesses: dict[tuple[Key, Outcomes], tuple[bool, ...]] = {}
@@ -81,7 +82,7 @@ class InputQuestions:
         """
         self._misses += 1
         if replays == self._replays and (asked := self.asked(key)) is not None:
-            self._guesses.pop((key._replace(answers=None), asked.path.outcomes), None)
+            self._guesses.pop((_plain(key), asked.path.outcomes), None)
         self._replays = replays
         if self._misses > _FEW and self._misses > _MOST_MISSES * replays:
             self.stop_cutting(_MISSES)
@@ -104,11 +105,12 @@ class InputQuestions:
         """Take note of what an eager call has asked, and have its layout be that of the answers."""
         if not self.enabled or (asked.answers and not self.may_cut):  # which this call has put an end to
             return
-        plain = key._replace(answers=None)
+        plain = _plain(key)
         tree = self._trees.setdefault(plain, Tree())
         if not tree.add(asked.path) or tree.paths > _MOST_PATHS:
             self._give_up(_TOO_MANY.format(_MOST_PATHS) if tree.paths > _MOST_PATHS else _CHANGED)
             return
+        self._ranks.decides |= bool(asked.path.outcomes)
         found = key._replace(answers=asked.path.outcomes + asked.answers)
         # Memory of the state may be replaced later, and is not to be kept alive here.
         of_state = set(map(storage_address, memory_of(self._state).values()))
@@ -120,16 +122,16 @@ class InputQuestions:
 
     def asked(self, key: Key) -> AskedPath | None:
         """Return what calls of this key ask, None for nothing."""
-        return None if key.answers is None else self._asked.get((key._replace(answers=None), key.answers))
+        return None if key.answers is None else self._asked.get((_plain(key), key.answers))
 
     def begin_cuts(self, key: Key) -> RehearsedCuts:
         """Return what is to learn in the rehearsal of a key where its graph is cut."""
-        self._cuts[key] = RehearsedCuts(self._state)
-        return self._cuts[key]
+        cuts = self._cuts[key._replace(ranks_outcome=0)] = RehearsedCuts(self._state)
+        return cuts
 
     def cuts(self, key: Key) -> RehearsedCuts:
         """Return what the last rehearsal of a key has shown."""
-        return self._cuts.get(key) or self.begin_cuts(key)
+        return self._cuts.get(key._replace(ranks_outcome=0)) or self.begin_cuts(key)
 
     def clear(self) -> None:
         """Forget all."""
@@ -147,6 +149,11 @@ class InputQuestions:
         self.enabled = False
         self._forget()
         self._fallback.warn_once("questions", why)
+
+
+def _plain(key: Key) -> Key:
+    """Return the key of a call that does not ask."""
+    return key._replace(answers=None, ranks_outcome=0)
 
 
 _MOST_PATHS = 64

@@ -200,7 +200,7 @@ class Layout:
 class Layouts:
     """The layouts that have no graph, the oldest first.
 
-    What other ranks draw makes another graph, but not another layout, for this rank does the same in all such calls.
+    What other ranks decide makes another graph, but not another layout, for this rank does the same in all such calls.
 
     Args:
         warmup: how many eager calls come before the capture of a layout.
@@ -266,9 +266,9 @@ class Layouts:
 
     def move(self, key: Key, to: Key) -> None:
         """Have the layout of a key be that of another key from now on."""
-        layout = self._by_key.pop(key, None)
+        layout = self._by_key.pop(key._replace(ranks_outcome=0), None)
         if layout is not None:
-            self._by_key[to] = layout
+            self._by_key[to._replace(ranks_outcome=0)] = layout
 
     def show_capture(self, key: Key) -> None:
         """Have the code of this input be told that it is being captured, also if its layout has to begin again."""

@@ -151,7 +151,8 @@ class Variation:
             outcomes = key.outcomes, key.ranks_outcome
             yield Part("outcomes", outcomes, DRAWS_ADVICE, "the outcomes of random draws on the host kept changing")
         if key.answers is not None:
-            yield Part("answers", key.answers, _ASK_LESS, "the answers to questions to the device kept changing")
+            answers = key.answers, key.ranks_outcome
+            yield Part("answers", answers, _ASK_LESS, "the answers to questions to the device kept changing")
         for name, value in call_settings.settings.named().items():
             if name == READS:
                 for each, found in value.named().items():

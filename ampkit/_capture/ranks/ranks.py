@@ -59,9 +59,10 @@ class Ranks:
 
     Several calls at once are another matter, with votes of its own: a rank that launches them votes in none of them.
 
-    If the host decides by random draws, ranks may decide differently. NCCL wants all ranks to launch graphs of the same
-    collective capture ("Using NCCL with CUDA Graphs" in its user guide). So in such steps the outcomes on all ranks
-    together choose the graph, and the ranks exchange them at the beginning of each call.
+    If the host decides by random draws, or by questions about the input, ranks may decide differently. NCCL wants all
+    ranks to launch graphs of the same collective capture ("Using NCCL with CUDA Graphs" in its user guide). So in such
+    steps the outcomes on all ranks together choose the graph, and the ranks exchange them at the beginning of each
+    call.
 
     Args:
         model: its ranks are those of the process group of a `DistributedDataParallel` in it, or of the one over which
@@ -75,7 +76,8 @@ class Ranks:
         several: whether there are other ranks.
         voting: whether the ranks vote in each call (True), in none (False), or in those that are due (None).
         together: whether all ranks replay, or capture and replay, in this call. Known in calls with a vote only.
-        exchanges: whether every call begins with `outcome_of_all`, because a rank has told of draws.
+        decides: whether this rank does so. Then all exchange outcomes from their next vote on.
+        exchanges: whether every call begins with `outcome_of_all`, because a rank has told that it does.
     """
 
     other_found = "another rank found that its step cannot be captured; the message there says why."
@@ -102,7 +104,7 @@ class Ranks:
         self._votes, self._votes_together = _Votes(), _Votes()
         self.voting: bool | None = None
         self.exchanges: bool = False
-        self.draws: bool = False  # whether this rank draws: then all exchange outcomes from their next vote on
+        self.decides: bool = False
         self._exchanged = self._all_know = False  # in this call
         self._turns: list[Turn] = []
         self._heartbeats: list[Heartbeat] | None = None  # one for each group; None before the first call
@@ -145,7 +147,7 @@ class Ranks:
         If all ranks begin with it, and may capture later, `reducers` are prepared for that.
 
         Args:
-            wants: whether this rank wants to. If it draws, all ranks must know their outcomes too.
+            wants: whether this rank wants to. If it decides by outcomes, all ranks must know theirs, too.
             can: whether this rank knows of no reason against it.
             settled: whether this rank has nothing to capture, and nothing to compare, in this call.
             replays: whether this rank replays a graph in this call.
@@ -159,16 +161,16 @@ class Ranks:
             return wants, can
         if self.exchanges and not self._exchanged:
             self.outcome_of_all(())
-        wants = wants and (self._all_know or not self.draws)
+        wants = wants and (self._all_know or not self.decides)
         self._exchanged = self._all_know = False
         self._begin_call()
         self.together = False
         if self.voting is False or not self._votes.are_due(always=self.voting is True):
             return False, True
         begins = self._votes.count == 1 and not (settled or replays)
-        votes = self._all(wants, can, settled, begins, replays, not self.draws)
-        all_want, all_can, all_settled, all_begin, all_replay, none_draws = votes
-        self.exchanges = self.exchanges or not none_draws
+        votes = self._all(wants, can, settled, begins, replays, not self.decides)
+        all_want, all_can, all_settled, all_begin, all_replay, none_decides = votes
+        self.exchanges = self.exchanges or not none_decides
         self.together = all_want or all_replay
         self._votes.note(all_settled)
         if all_begin and all_can:

@@ -181,8 +181,7 @@ def step_or_undo(step: Callable[[], Any], found_inf: Tensor, changed: Sequence[T
     `found_inf` is float32. No two of the changed tensors share memory. Returns what `step` returned.
     """
     with torch.no_grad():
-        floats = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in changed]
-        groups = _grouped(tensor.view(_INTEGERS[tensor.element_size()]) for tensor in floats)
+        groups = _grouped(map(as_integers, changed))
         backups = {key: [torch.empty_like(tensor) for tensor in group] for key, group in groups.items()}
         for key, group in groups.items():
             foreach_copy_(backups[key], group)
@@ -198,6 +197,12 @@ def step_or_undo(step: Callable[[], Any], found_inf: Tensor, changed: Sequence[T
         undo.note(_call_each_once, iter(undoing))
         result: float | None = step()
     return result
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers. Aliasing: they lie in the same memory."""
+    floats = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return floats.view(_INTEGERS[floats.element_size()])
 
 
 def _call_each_once(functions: "Iterator[partial[None]]") -> None:

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ from .._undo import Undo, replace
 from .step_kind import STEP_HOOKS
 
 _REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have other values during the step
+
+
+class RatesOnDevice(Protocol):
+    """What a step computes of its rates, in tensors, see `RateProgram`."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that steps read."""
+
+    def refresh(self) -> None:
+        """Bring the tensors up to date."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Return the context of a step."""
 
 
 @dataclass
@@ -98,14 +111,20 @@ class CapturableGroups:
     foreach kernels do not, so these run instead, and a warning says so once.
 
     With `holds_numbers`, a rate that is a number stays one, which a graph holds as a constant, and as float64.
+
+    Attributes:
+        device: of the parameters.
+        program: what the step computes of its rates, if it cannot read them from tensors itself; None if it can.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, holds_numbers: bool = False) -> None:
-        self._optimizer, self._device, self._holds_numbers = optimizer, device, holds_numbers
+        self._optimizer, self._holds_numbers = optimizer, holds_numbers
+        self.device: torch.device = device
         # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._rates: list[_Rate] = []
         self._given: Sequence[Tensor] | None = None  # what steps read in place of these
+        self.program: RatesOnDevice | None = None
         if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
             name = type(optimizer).__name__
             warnings.warn(
@@ -121,12 +140,15 @@ class CapturableGroups:
 
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
+        if self.program is not None:
+            self.program.refresh()
+            return
         groups = self._optimizer.param_groups
         del self._rates[len(groups) :]
         for i, group in enumerate(groups):
             if i == len(self._rates):
                 with torch.inference_mode(False):  # an inference tensor could not be written to outside of that mode
-                    self._rates.append(_Rate(torch.empty((), dtype=self._dtype, device=self._device)))
+                    self._rates.append(_Rate(torch.empty((), dtype=self._dtype, device=self.device)))
             rate = group.get("lr")
             if rate is None:
                 continue
@@ -139,17 +161,18 @@ class CapturableGroups:
 
     def table(self, steps: int) -> RateTable:
         """Return a table for the rates of this many steps."""
-        return RateTable(steps, len(self._optimizer.param_groups), self._device, self._dtype)
+        return RateTable(steps, len(self._optimizer.param_groups), self.device, self._dtype)
 
     def read_tensors(self) -> bool:
         """Return whether every step reads its rates from tensors, see `applied`."""
-        return all(group.get("lr") is None or self._takes_tensor(group) for group in self._optimizer.param_groups)
+        takes = (group.get("lr") is None or self._takes_tensor(group) for group in self._optimizer.param_groups)
+        return self.program is None and all(takes)
 
     def _takes_tensor(self, group: dict[str, Any]) -> bool:
         """Return whether torch takes a tensor rate: on the CPU in a loop or a fused kernel, not in a foreach kernel."""
         if self._holds_numbers and not all(isinstance(each.get("lr"), Tensor) for each in self._optimizer.param_groups):
             return False
-        return self._device.type == "cuda" or not group.get("foreach")
+        return self.device.type == "cuda" or not group.get("foreach")
 
     @contextmanager
     def reading(self, rates: Sequence[Tensor]) -> Iterator[None]:
@@ -159,20 +182,26 @@ class CapturableGroups:
             yield
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensor that a step reads the learning rate of each group from. Aliasing: the live tensors."""
+        """Return the tensors that a step reads its learning rates from. Aliasing: the live tensors."""
+        if self.program is not None:
+            return self.program.tensors()
         return [rate.tensor for rate in self._rates] if self._given is None else list(self._given)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context for a step: groups have a tensor learning rate, and the flag that Adam must have to be captured."""
         groups = self._optimizer.param_groups
-        on_cuda = self._device.type == "cuda"
+        on_cuda = self.device.type == "cuda"
         if is_capturing() and step_hooks(self._optimizer):  # registered after `why_not_capturable` was asked
             raise CaptureError(f"{type(self._optimizer).__name__} {STEP_HOOKS}")
+        if self.program is not None:
+            with self.program.applied():
+                yield
+            return
         for state in self._optimizer.state.values() if on_cuda else ():
             # Step counts that were made or loaded without the flag are on the host. They are float32 either way.
-            if isinstance(step := state.get("step"), Tensor) and step.device != self._device:
-                state["step"] = step.to(self._device)
+            if isinstance(step := state.get("step"), Tensor) and step.device != self.device:
+                state["step"] = step.to(self.device)
         given: list[dict[str, Any]] = [{k: group[k] for k in _REPLACED if k in group} for group in groups]
         with Undo() as undo:
             for group, values in zip(groups, given, strict=True):

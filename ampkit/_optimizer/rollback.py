@@ -43,7 +43,7 @@ class StepChanges:
         """Return every tensor that the next step may change, or None if it must be watched, or cannot be undone."""
         if self.incomplete or self._settled is None:
             return None
-        reached = _Reachable(optimizer)
+        reached = Reachable(optimizer)
         now = _StepSignature.of(optimizer, reached)
         if not self._settled.covers(now):
             return None
@@ -67,10 +67,10 @@ class StepChanges:
         """Call `step`, which steps the optimizer, learn what that changes, and return what it returned."""
         if self.incomplete:
             return step()
-        before = _Reachable(optimizer)
+        before = Reachable(optimizer)
         with _StepWatch() as watch:
             result = step()
-        after = _Reachable(optimizer)
+        after = Reachable(optimizer)
         self._watched += 1
         in_gradients = set(map(storage_address, gradients(optimizer)))
         kept = in_gradients.union(map(storage_address, tensors_in([result, *after.tensors.values()])))
@@ -115,7 +115,7 @@ _DEPTH = 8  # how long a path may be to look into a container
 _DEPTH_OF_OBJECTS = 2  # or into an object; a few attributes further, everything in the program can be reached
 
 
-class _Reachable:
+class Reachable:
     """Everything that can be reached from an optimizer, by path: tensors, and values on the host."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -148,7 +148,7 @@ class _Reachable:
             for key, child in below:
                 self._walk((*path, id(key) if isinstance(key, Tensor) else key), child)
 
-    def changed_to(self, after: "_Reachable") -> str:
+    def changed_to(self, after: "Reachable") -> str:
         """Return in words what the step did between the two that restoring tensors would not undo; "" if nothing."""
         for path, number in self.numbers.items():
             if path in after.numbers and after.numbers[path] != number:
@@ -199,7 +199,7 @@ class _StepSignature(NamedTuple):
     with_gradient: frozenset[int]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, reached: _Reachable) -> "_StepSignature":
+    def of(cls, optimizer: Optimizer, reached: Reachable) -> "_StepSignature":
         """Return the signature of the next step."""
         paths = frozenset(path for path in reached.tensors if path[-1] not in _RATES)
         numbers = {path: number for path, number in reached.numbers.items() if path[-1] not in _RATES}

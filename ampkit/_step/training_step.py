@@ -208,7 +208,7 @@ class TrainingStep:
             holds_rates=self.place.holds_rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self.place.state = state
+        self.place.state, self.place.groups = state, self.groups
         return state
 
     def gathered(self, call: Callable[..., PartOfStep], *args: Any, **kwargs: Any) -> PartOfStep:
@@ -288,8 +288,8 @@ class TrainingStep:
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
             finished = self._finish(observed, prepared)
-        if self.place.behind:
-            self.place.has_stepped()
+            if self.place.behind:
+                self.place.has_stepped()
         return finished
 
     def _parameters(self) -> dict[int, nn.Parameter]:
@@ -360,7 +360,7 @@ class TrainingStep:
                 for param in given:
                     assert param.grad is not None  # its id is in `kept`
                     param.grad = param.grad.clone()
-            with self.groups.applied() if self.capturable else ExitStack():
+            with self.groups.applied() if self.capturable or self.groups.program else ExitStack():
                 if prepared is None:
                     self.scaler.step(self._optimizer, *self.closure, max_norm=self._max_norm)
                 else:

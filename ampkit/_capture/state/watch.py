@@ -66,7 +66,7 @@ class Look:
         bare: parameters that have no gradient.
 
     Attributes:
-        held: whether graphs hold all numbers of the optimizers as constants.
+        held: whether graphs hold all numbers of the optimizers as constants, but for what they follow.
         tensors: those outside of the modules' parameters and buffers that are compared.
         dropout_begun: how often cuDNN's dropout has begun anew.
         followed: the entries of a param group whose changes graphs follow.
@@ -83,7 +83,7 @@ class Look:
         self._host_tensors, self._rnn_dropout = state.host_tensors, state.rnn_dropout
         self.dropout_begun = self._rnn_dropout.times
         self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in self.optimizers]
-        self.followed = ("initial_lr",) if state.held or state.holds_rates else ("lr", "initial_lr")
+        self.followed = ("initial_lr",) if state.holds_rates else ("lr", "initial_lr")
         self.layouts = walk.layouts()
         # One call of C in place of several per tensor. It sees no `requires_grad` where gradients are off, and of
         # DTensors it is given the parts.
@@ -273,9 +273,12 @@ class StateWatch(Generic[_G]):
     def _described(self, look: Look) -> _G:
         """Return what stands for the state that was looked at."""
 
-    def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph."""
-        self.optimizers, self._rates, self.held = tuple(optimizers), (), True
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[CapturableGroups] = ()) -> None:
+        """Take these optimizers for the ones that a step changes, with all their numbers as constants of a graph.
+
+        But `rates`, if there are any, are read from tensors.
+        """
+        self.optimizers, self._rates, self.held, self.holds_rates = tuple(optimizers), rates, True, not rates
         self.look_again()
 
     def look_again(self) -> None:

@@ -21,6 +21,7 @@ foreach_norm: Callable[..., list[Tensor]] = private(torch, "_foreach_norm")
 foreach_add_: Callable[..., None] = private(torch, "_foreach_add_")
 foreach_sub_: Callable[..., None] = private(torch, "_foreach_sub_")
 foreach_mul_: Callable[..., None] = private(torch, "_foreach_mul_")
+foreach_addcmul_: Callable[..., None] = private(torch, "_foreach_addcmul_")
 foreach_copy_: Callable[..., None] = private(torch, "_foreach_copy_")
 foreach_maximum_: Callable[..., None] = private(torch, "_foreach_maximum_")  # the larger of two numbers each
 

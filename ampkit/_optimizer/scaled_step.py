@@ -77,7 +77,7 @@ class ScaledStep:
         elif torch_class(optimizer) in (None, Muon):  # Muon keeps no step count, and has no kernel that skips
             changes = self.changes_of(optimizer)
             changed, reason = changes.known(optimizer), changes.incomplete
-            self.undecided = changed is None and not reason
+            self.undecided |= changed is None and not reason
         elif not seed_momentum(optimizer):
             reason = ""  # In its first step SGD ignores dampening, so it can be undone from the second step on.
         elif can_be_undone(optimizer):

@@ -3,7 +3,8 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .device_step import (
     can_be_prepared,
     clip_coefficient,
     divide_and_clip_,
+    kernel_scaling,
     seed_late_momentum,
     step_clipped,
     total_norm,
@@ -224,26 +226,53 @@ class GradScaler(DeviceScale):
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
-            self.grad_norm, self.found_inf, divisor = self._measured(optimizer, grads, norm_type, over_ranks)
+            self.grad_norm, self.found_inf, divisor = self._measured([optimizer], grads, norm_type, over_ranks)
             clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
-            return self._step_scaled(optimizer, grads, divisor, clip, step)
+            stepped = self._step_scaled(optimizer, grads, divisor, clip, step)
+            self._count()
+            return stepped
+
+    def step_together(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float | None) -> None:
+        """Unscale the gradients of several optimizers, clip the norm over all of them, and step each, as `step` does.
+
+        Change nothing if a gradient of one of them is not finite. Sync: as for `step`.
+        """
+        grads = gradients(*optimizers)
+        self._scaled_step.undecided = False
+        if not self._enabled:
+            self.grad_norm = None if max_norm is None or not grads else total_norm(grads, grads[0].device)
+            clip = None if self.grad_norm is None or max_norm is None else clip_coefficient(self.grad_norm, max_norm)
+            for optimizer in optimizers:
+                seed_late_momentum(optimizer)
+                divisor = divide_and_clip_(optimizer, gradients(optimizer), None, clip)
+                with kernel_scaling(optimizer, divisor, None) if divisor is not None else nullcontext():
+                    self._scaled_step.step_unscaled(optimizer, optimizer.step)
+            return
+        for optimizer in optimizers:
+            self._per_optimizer_states[id(optimizer)][_WITHOUT_GRADIENT] = not gradients(optimizer)
+        self.grad_norm, self.found_inf, divisor = self._measured(optimizers, grads, 2.0, ONE_RANK)
+        clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
+        for optimizer in optimizers:
+            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, optimizer.step)
+        self._count()
 
     def _measured(
-        self, optimizer: Any, grads: list[Tensor], norm_type: float, over_ranks: OverRanks
+        self, optimizers: Sequence[Any], grads: list[Tensor], norm_type: float, over_ranks: OverRanks
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return norm and `found_inf` of the unscaled gradients, and what they are still to be divided by, or None."""
         scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        is_unscaled = state["stage"] is OptState.UNSCALED
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        is_unscaled = states[0]["stage"] is OptState.UNSCALED
         divisor = None if is_unscaled else scale
-        preset = getattr(optimizer, "grad_scale", None) if takes_scale(optimizer) else None
+        optimizer, *others = optimizers
+        preset = getattr(optimizer, "grad_scale", None) if not others and takes_scale(optimizer) else None
         if preset is not None:
             preset = preset.reshape(()).to(scale.device, non_blocking=True)
             divisor = preset if divisor is None else divisor * preset
         norm = total_norm(grads, scale.device, norm_type, over_ranks)
         unscaled = norm if divisor is None else norm / divisor
         if is_unscaled:
-            found = any_found(state["found_inf_per_device"].values(), scale.device)
+            found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
         else:  # also 1 for nan; two kernels, isfinite takes four. Made in the default dtype, which may be float64
             found = torch.where(norm < torch.inf, 0.0, 1.0).float()
         return unscaled, found, divisor
@@ -263,7 +292,6 @@ class GradScaler(DeviceScale):
             state["found_inf_per_device"] = {self.found_inf.device: self.found_inf} if grads else {}
         stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, step)
         state["stage"] = OptState.STEPPED
-        self._count()
         return stepped
 
     def prepare(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
@@ -285,7 +313,7 @@ class GradScaler(DeviceScale):
             norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
             return Prepared(norm, None)
         grads = gradients(optimizer)
-        norm, found_inf, divisor = self._measured(optimizer, grads, 2.0, ONE_RANK)
+        norm, found_inf, divisor = self._measured([optimizer], grads, 2.0, ONE_RANK)
         clip = None if max_norm is None else clip_coefficient(norm, max_norm)
         divide_and_clip_(optimizer, grads, divisor, clip)
         return Prepared(norm, found_inf)
@@ -328,6 +356,7 @@ class GradScaler(DeviceScale):
             self._scaled_step.step_unscaled(optimizer, partial(optimizer.step, *args))
         else:
             self._step_scaled(optimizer, gradients(optimizer), None, None, optimizer.step)
+            self._count()
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any

@@ -1,6 +1,7 @@
 """What kind of step an optimizer has: torch.optim's or another, in which kernel, and whether a graph can hold it."""
 
 import inspect
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -39,18 +40,18 @@ def sum_in_order_of(model: nn.Module, optimizer: Optimizer) -> None:
     _models[optimizer] = ref(model)
 
 
-def summed_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters of an optimizer in the order in which norms are summed: of the model, if it is known."""
-    params, model = parameters(optimizer), _models.get(optimizer, lambda: None)()
+def summed_parameters(*optimizers: Optimizer) -> list[Tensor]:
+    """Return all parameters of optimizers in the order in which norms are summed: of the model, if it is known."""
+    params, model = [*chain.from_iterable(map(parameters, optimizers))], _models.get(optimizers[0], lambda: None)()
     if model is None:
         return params
     order: dict[Tensor, int] = {param: i for i, param in enumerate(model.parameters())}
     return sorted(params, key=lambda param: order.get(param, len(order)))
 
 
-def gradients(optimizer: Optimizer) -> list[Tensor]:
+def gradients(*optimizers: Optimizer) -> list[Tensor]:
     """Return the gradients that `optimizer.step()` will read, in the order in which their norms are summed."""
-    return [param.grad for param in summed_parameters(optimizer) if param.grad is not None]
+    return [param.grad for param in summed_parameters(*optimizers) if param.grad is not None]
 
 
 def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:

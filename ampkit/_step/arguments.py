@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from .._batches.buckets import Buckets
 from .._capture.preflight.sparse_gradients import refuse_sparse
 from .._errors import AmpkitWarning
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, why_not_called
+from .._optimizer.step_kind import broken_kernel, skips_by_itself, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._user_line import running_place, users_level
@@ -65,35 +65,69 @@ def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any, max_norm: float | None) -> None:
-    """Raise a `ValueError` unless the optimizer and its scheduler can train this model."""
-    expected = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters(), fused=True)"
-    check_instance("graphed_step", "optimizer", optimizer, torch.optim.Optimizer, expected)
-    if problem := why_not_called(optimizer) or broken_kernel(optimizer):
-        raise ValueError(f"graphed_step(optimizer): {problem}")
-    known = set(model.parameters())
-    for i, group in enumerate(optimizer.param_groups):
-        strangers = [param for param in group["params"] if param not in known]
-        if strangers:
+def read_optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module, max_norm: float | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that were given. Raise a `ValueError` unless they can train this model."""
+    given: Any = optimizer
+    several = isinstance(given, (list, tuple))
+    optimizers: tuple[torch.optim.Optimizer, ...] = tuple(given) if several else (given,)
+    expected = "a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters(), fused=True), or a list of them"
+    if not optimizers:
+        raise wrong("graphed_step", "optimizer", optimizer, expected)
+    known, taken = set(model.parameters()), set[Any]()
+    for number, each in enumerate(optimizers):
+        name = f"optimizer[{number}]" if several else "optimizer"
+        check_instance("graphed_step", name, each, torch.optim.Optimizer, expected)
+        if problem := why_not_called(each) or broken_kernel(each):
+            raise ValueError(f"graphed_step({name}): {problem}")
+        for i, group in enumerate(each.param_groups):
+            strangers = [param for param in group["params"] if param not in known]
+            if strangers:
+                raise ValueError(
+                    f"graphed_step({name}): param_groups[{i}] holds {len(strangers)} parameters that are not the "
+                    f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from "
+                    "model.parameters() after model.to(device), and put parameters of the loss into the model."
+                )
+            if twice := [param for param in group["params"] if param in taken]:
+                raise ValueError(
+                    f"graphed_step({name}): param_groups[{i}] holds {len(twice)} parameters that another optimizer "
+                    f"steps too, the first of shape {tuple(twice[0].shape)}. Give each parameter to one of them."
+                )
+        taken.update(param for group in each.param_groups for param in group["params"])
+        refuse_sparse(model, each, max_norm)
+        if len(optimizers) > 1 and skips_by_itself(each):
+            raise ValueError(f"graphed_step({name}): {type(each).__name__} skips by itself, which only one alone can.")
+    return optimizers
+
+
+def read_schedulers(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Scheduler, ...]:
+    """Return the schedulers that were given. Raise a `ValueError` unless they are for these optimizers."""
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
+    for each in schedulers:
+        if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                f"graphed_step(optimizer): param_groups[{i}] holds {len(strangers)} parameters that are not the "
-                f"model's, the first of shape {tuple(strangers[0].shape)}. Make the optimizer from model.parameters() "
-                "after model.to(device), and put parameters of the loss into the model."
+                "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
             )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
-        )
-    if scheduler is not None and (isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None))):
-        expected = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
-        raise wrong("graphed_step", "scheduler", scheduler, f"{expected}, or None")
-    other = getattr(scheduler, "optimizer", optimizer)
-    if isinstance(other, torch.optim.Optimizer) and other.param_groups is not optimizer.param_groups:
-        raise ValueError(
-            f"graphed_step(scheduler={type(scheduler).__name__}): it was made for another {type(other).__name__}, so "
-            "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
-        )
-    refuse_sparse(model, optimizer, max_norm)
+        if isinstance(each, type) or not callable(getattr(each, "step", None)):
+            has_step = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n)"
+            raise wrong("graphed_step", "scheduler", each, f"{has_step}, a list of them, or None")
+        other = getattr(each, "optimizer", optimizers[0])
+        known = [optimizer.param_groups for optimizer in optimizers]
+        if isinstance(other, torch.optim.Optimizer) and not any(other.param_groups is groups for groups in known):
+            raise ValueError(
+                f"graphed_step(scheduler={type(each).__name__}): it was made for another {type(other).__name__}, so "
+                "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
+            )
+    return schedulers
+
+
+def refuse_several(where: str, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
+    """Raise a `NotImplementedError` if there are several optimizers: `what` is for one."""
+    if len(optimizers) > 1:
+        raise NotImplementedError(f"graphed_step({where}): {what} takes one optimizer so far, not {len(optimizers)}.")
 
 
 def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool) -> bool:

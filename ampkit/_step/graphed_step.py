@@ -26,7 +26,17 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
-from .arguments import Scheduler, check_kinds, check_optimizer, device_of, hint_at_one_step, is_torchs, read_scaler
+from .arguments import (
+    Scheduler,
+    check_kinds,
+    device_of,
+    hint_at_one_step,
+    is_torchs,
+    read_optimizers,
+    read_scaler,
+    read_schedulers,
+    refuse_several,
+)
 from .compile.compile_choice import check_compile, step_maker, warmup_of
 from .graph_owner import GraphOwner
 from .many.scan import Scan
@@ -34,7 +44,7 @@ from .many.slices import Slices
 from .many.whole_window import SHORT, WholeWindow
 from .metrics import StepMetrics
 from .observer import Observer
-from .optimizer_place import place_of
+from .optimizer_place import can_read_rates, place_of
 from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
@@ -45,13 +55,13 @@ from .window import Window
 def graphed_step(
     loss_fn: Callable[..., Any],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     policy: Policy | str | None = None,
     scaler: GradScaler | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
-    scheduler: Scheduler | None = None,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
     buckets: Buckets | None = None,
     warmup: int = 3,
     after_step: Callable[[nn.Module], object] | None = None,
@@ -85,11 +95,13 @@ def graphed_step(
         model: a module with all parameters on one device. Put it there, and load its state, before the first call. It
             may be a `DistributedDataParallel` (docs/distributed.md). Then all ranks decide together whether to capture,
             and on CUDA `warmup` is at least 5, with a static graph 6.
-        optimizer: an optimizer over parameters of `model`. Adam, AdamW and SGD with `fused=True`, and optimizers that
-            have a `capturable` option, are captured. All others step eagerly, behind the graph of forward and backward.
-            SGD, Muon and optimizers that are not torch's are watched for two steps. If these change nothing but tensors
-            in place, the optimizer becomes a part of the graph. It leaves the graph when one of its numbers, such as
-            the rate, changes.
+        optimizer: an optimizer over parameters of `model`, or a list of several, such as Muon and AdamW, over different
+            ones. These step together, behind one loss scale and one norm over all gradients, and are skipped together.
+            Adam, AdamW and SGD with `fused=True`, and optimizers that have a `capturable` option, are captured. All
+            others step eagerly, behind the graph of forward and backward, and those beside them, too. SGD, Muon and
+            optimizers that are not torch's are watched for two steps. If these change nothing but tensors in place,
+            the optimizer becomes a part of the graph. What it computes of its rate on the host is then read from
+            tensors, if that leaves the same bits; else it leaves the graph when its rate changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
@@ -98,8 +110,9 @@ def graphed_step(
         accumulate: calls (micro-batches) per optimizer step. Each loss is divided by `accumulate` before its backward,
             so that the gradients are those of the mean. Clipping, skipping and the schedule work once per optimizer
             step.
-        scheduler: stepped once per optimizer step, skipped or not. It changes `group["lr"]`, which stays a float. The
-            step reads the rate from a tensor on the device, which is float32 on CUDA.
+        scheduler: stepped once per optimizer step, skipped or not; or a list, such as one per optimizer. It changes
+            `group["lr"]`, which stays a float. The step reads the rate from a tensor on the device, which is float32
+            on CUDA.
         buckets: sizes to pad batches to, see `Buckets`.
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
             steps like any other. One of the first is checked for what cannot be captured. The last one is recorded,
@@ -187,21 +200,27 @@ def graphed_step(
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    check_optimizer(optimizer, model, scheduler, max_norm)
+    optimizers = read_optimizers(optimizer, model, max_norm)
+    schedulers = read_schedulers(scheduler, optimizers)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     if options.graph != "off" and scaler is None:
-        hint_at_one_step(model, optimizer, loss_fn)
+        hint_at_one_step(model, optimizers[0], loss_fn)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
-    sum_in_order_of(model, optimizer)
+    if ranks.sharded:
+        refuse_several("optimizer", optimizers, "a model that fully_shard has split")
+    if arithmetic == "torch":
+        refuse_several("arithmetic='torch'", optimizers, "this arithmetic")
+    for each in optimizers:
+        sum_in_order_of(model, each)
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
-    not_with_optimizer, place = place_of(optimizer, scaler, options, ranks, as_torch=as_torch)
+    not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
         model,
-        optimizer,
+        optimizers,
         policy=policy,
         scaler=scaler,
         max_norm=max_norm,
@@ -209,14 +228,14 @@ def graphed_step(
         after_step=follow_up,
         ranks=ranks,
         device=device,
-        capturable=not (blocker or place.behind),
+        capturable=can_read_rates(optimizers, place, blocker),
         place=place,
         observer=numerics,
         apart=as_torch,
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = session_of(step, state, model, options, "graphed_step", compile=compile, blocker=blocker)
-    return GraphedStep(step, Engine(session), optimizer, accumulate, scheduler, buckets)
+    return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, buckets)
 
 
 class GraphedStep(GraphOwner):
@@ -235,9 +254,9 @@ class GraphedStep(GraphOwner):
         self,
         step: TrainingStep,
         engine: Engine,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         accumulate: int,
-        scheduler: Scheduler | None,
+        schedulers: Sequence[Scheduler],
         buckets: Buckets | None,
     ) -> None:
         self._scaler = step.scaler
@@ -245,10 +264,15 @@ class GraphedStep(GraphOwner):
         self._turn = engine.turn
         self._compiled = step.compiled
         call = partial(step.gathered, engine) if step.ranks.sharded else engine
-        schedule = None if scheduler is None else Schedule(scheduler)
-        self._window = Window(call, engine.run, step, accumulate, None if schedule is None else schedule.step)
+        schedules = [Schedule(scheduler) for scheduler in schedulers]
+
+        def after() -> None:
+            for schedule in schedules:
+                schedule.step()
+
+        self._window = Window(call, engine.run, step, accumulate, after if schedules else None)
         slices = Slices(self._window, accumulate)
-        self._scan = Scan(engine, step, slices, optimizer, schedule, buckets)
+        self._scan = Scan(engine, step, slices, optimizers, schedules, buckets)
         self._whole_window = WholeWindow(engine, step, slices, buckets)
         self._buckets = buckets
         self._metrics = StepMetrics(engine, step.scaler, Clock(step.device if step.device.type == "cuda" else None))

@@ -1,5 +1,6 @@
 """Where the optimizer steps: as a part of the graphs, or eagerly behind each of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,44 +27,47 @@ class OptimizerPlace(MovableOptimizer):
     it steps behind the graphs again, for good, when one of these numbers changes. So it does if the step cannot be
     captured with it.
 
+    Several optimizers are in the same place. They are a part of the graphs once each of them can be.
+
     Args:
-        optimizer: what steps.
-        scaler: steps it, and knows what its steps change.
-        why_behind: why it steps behind the graphs at first; "" if it is a part of them and stays one.
-        may_join: whether it may become a part.
-        holds: whether it is a part from the beginning, with its rate as a constant. It leaves if that changes.
+        optimizers: what steps.
+        scaler: steps them, and knows what their steps change.
+        why_behind: why they step behind the graphs at first; "" if they are a part of them and stay one.
+        may_join: those that may become a part.
+        holds: whether they are a part from the beginning, with their rates as constants. They leave if one changes.
     """
 
-    # Set before the first step. The optimizer joins the state as soon as its step is captured.
+    # Set before the first step. The optimizers join the state as soon as their steps are captured.
     state: TrainingState
-    groups: CapturableGroups  # of the optimizer
+    groups: Sequence[CapturableGroups]  # of the optimizers
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         scaler: GradScaler,
         why_behind: str = "",
         *,
-        may_join: bool = False,
+        may_join: Sequence[Optimizer] = (),
         holds: bool = False,
     ) -> None:
-        self._optimizer, self._name = optimizer, type(optimizer).__name__
-        self._changes = scaler.changes_of(optimizer) if may_join else None
-        self._is_undone = scaler.is_enabled() and can_be_undone(optimizer)
+        self._optimizers, self._joining = tuple(optimizers), tuple(may_join)
+        self._named = next(iter(may_join), optimizers[0])  # by messages
+        self._changes = {optimizer: scaler.changes_of(optimizer) for optimizer in may_join}
+        self._is_scaled = scaler.is_enabled()
         self.why_behind: str = why_behind
         self._holds = holds
-        self.holds_rates: bool = holds  # whether graphs hold the learning rate as a constant now
+        self.holds_rates: bool = holds  # whether graphs hold the learning rates as constants now
         self._moved = False
         self._rates: list[Any] | None = None
         self._varies = False  # whether they have changed since the first step
         self._others = 0  # changes of other numbers, since the rates are in tensors
         self._steps = 0  # how many were watched
-        self._watch(may_join)
+        self._watch(bool(may_join))
 
     def _watch(self, wanted: bool) -> None:
         self._watches = wanted
-        if self._changes is not None:
-            self._changes.wanted = wanted
+        for changes in self._changes.values():
+            changes.wanted = wanted
 
     @property
     def stays_behind(self) -> bool:
@@ -79,72 +83,85 @@ class OptimizerPlace(MovableOptimizer):
         """Decide, behind a step behind the graphs."""
         if not self._watches:
             return
-        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        rates = [group.get("lr") for optimizer in self._joining for group in optimizer.param_groups]
         # Two rates are the same tensor or the same number: to compare tensors would wait for the device.
         pairs = [] if self._rates is None else zip(rates, self._rates, strict=False)
         self._varies |= any(a is not b and not ({type(a), type(b)} <= {int, float} and a == b) for a, b in pairs)
         self._rates, self._steps = rates, self._steps + 1
-        assert self._changes is not None
-        if self._changes.incomplete:
-            self._stay_behind(f"{self._name} {self._changes.incomplete}, which a graph would not do. {IN_PLACE}.")
-        elif self._steps > 1 and (changed := self._changed_by_step()) is not None:
-            self._join(changed)
+        for optimizer, changes in self._changes.items():
+            if changes.incomplete:
+                name = type(optimizer).__name__
+                self._stay_behind(f"{name} {changes.incomplete}, which a graph would not do. {IN_PLACE}.")
+                return
+        changed = [self._changed_by_step(optimizer) for optimizer in self._joining] if self._steps > 1 else [None]
+        if None not in changed:
+            self._join([tensors or [] for tensors in changed])
         elif self._steps == _PATIENCE:
             self._stay_behind(self.why_behind)
 
-    def _changed_by_step(self) -> list[Tensor] | None:
-        assert self._changes is not None  # it may join
-        known = self._changes.known(self._optimizer)
-        return changed_by_step(self._optimizer) if known is None and self._is_undone else known
+    def _changed_by_step(self, optimizer: Optimizer) -> list[Tensor] | None:
+        known = self._changes[optimizer].known(optimizer)
+        return changed_by_step(optimizer) if known is None and self._is_scaled and can_be_undone(optimizer) else known
 
-    def _join(self, changed: list[Tensor]) -> None:
-        """Become a part of the graphs, or stay behind them. `changed` is what a step changes beside the gradients."""
-        problem = self._put_rates_on_device(changed)
+    def _join(self, changed: Sequence[list[Tensor]]) -> None:
+        """Become a part of the graphs, or stay behind them. `changed` is what steps change beside the gradients."""
+        found = [*map(self._put_rates_on_device, self._joining, changed)]
+        self._named, problem = next(((each, why) for each, why in found if why), (self._named, ""))
         if problem and self._varies:
             self._stay_behind(self._text("its learning rate changed", problem))
             return
         self._watch(False)
-        self.state.hold([self._optimizer], [] if problem else [self.groups])
+        if problem:
+            self._forget_programs()
+        self.state.hold(self._optimizers, [] if problem else self.groups)
         self.why_behind, self.holds_rates, self._moved = "", bool(problem), True
 
-    def _put_rates_on_device(self, changed: list[Tensor]) -> str:
+    def _put_rates_on_device(self, optimizer: Optimizer, changed: list[Tensor]) -> tuple[Optimizer, str]:
         """Have graphs read what steps compute of the rates from tensors. Return why that cannot be, "" if it can."""
-        if not all(type(group.get("lr")) in (int, float) for group in self._optimizer.param_groups):
-            return "has a rate that is no number"
-        program = RateProgram(self._optimizer, self.groups.device)
+        if not all(type(group.get("lr")) in (int, float) for group in optimizer.param_groups):
+            return optimizer, "has a rate that is no number"
+        groups = self.groups[self._optimizers.index(optimizer)]
+        program = RateProgram(optimizer, groups.device)
         try:
             program.try_out(changed)
         except Exception as error:  # of the optimizer's own code; all is as before
-            return f"raises with its rate in a tensor: {type(error).__name__}: {error}"
-        self.groups.program = None if program.why else program
-        return program.why
+            return optimizer, f"raises with its rate in a tensor: {type(error).__name__}: {error}"
+        groups.program = None if program.why else program
+        return optimizer, program.why
+
+    def _forget_programs(self) -> None:
+        for groups in self.groups:
+            groups.program = None
 
     def _stay_behind(self, why: str) -> None:
         self._watch(False)
+        self._forget_programs()
         self.why_behind = why
         self.state.look_again()  # so that the engine says why, if there are graphs already
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
         """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`."""
-        if not self.behind and self.groups.program is not None:
+        if not self.behind and any(groups.program for groups in self.groups):
             self._others += bool(changed)
             if not problem and self._others < _FEW:  # another graph has the new number
                 return False
         elif not self.holds_rates or (problem and self._holds):
             return False
-        self.holds_rates, self.groups.program, self._moved = False, None, True
-        with_it = f"together with the step of {self._name}, the training step could not be captured"
+        self._forget_programs()
+        self.holds_rates, self._moved = False, True
+        with_it = f"together with the step of {type(self._named).__name__}, the training step could not be captured"
         self.why_behind = self._text(changed) if changed else f"{with_it}: {problem}"
         self.state.hold([])
         return True
 
     def _text(self, changed: str, problem: str = "") -> str:
-        can_fuse = all("fused" in group for group in self._optimizer.param_groups)
+        name = type(self._named).__name__
+        can_fuse = all("fused" in group for group in self._named.param_groups)
         changed = f"{changed}, which no tensor can stand for: it {problem}" if problem else changed
-        remedy = f"Write {self._name}(..., fused=True)." if can_fuse else "Keep it constant."
+        remedy = f"Write {name}(..., fused=True)." if can_fuse else "Keep it constant."
         if self._holds:
             remedy = "Pass lr=torch.tensor(rate, device=...), which kernels of torch read from the device."
-        return f"{self._name} has numbers that a graph would hold as constants, and {changed}. {remedy}"
+        return f"{name} has numbers that a graph would hold as constants, and {changed}. {remedy}"
 
     def has_moved(self) -> bool:
         """Return whether it has joined the graphs, or left them, since this was called last."""
@@ -153,20 +170,34 @@ class OptimizerPlace(MovableOptimizer):
 
 
 def place_of(
-    optimizer: Optimizer, scaler: GradScaler, options: Options, ranks: Ranks, *, as_torch: bool = False
+    optimizers: Sequence[Optimizer], scaler: GradScaler, options: Options, ranks: Ranks, *, as_torch: bool = False
 ) -> tuple[str, OptimizerPlace]:
-    """Return why nothing can be captured with this optimizer, "" if something can, and where it steps.
+    """Return why nothing can be captured with these optimizers, "" if something can, and where they step.
 
     With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`.
     """
-    why = why_not_capturable(optimizer) or (why_other_bits(optimizer) if as_torch else "")
-    if not why and as_torch and not all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
-        return "", OptimizerPlace(optimizer, scaler, holds=options.graph != "off")
+    problems = {each: why_not_capturable(each) or (why_other_bits(each) if as_torch else "") for each in optimizers}
+    why = next(filter(None, problems.values()), "")
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    if not why and as_torch and not all(isinstance(rate, Tensor) for rate in rates):
+        return "", OptimizerPlace(optimizers, scaler, holds=options.graph != "off")
     if options.on_failure != "parts" or options.graph == "off" or not why:
-        return why, OptimizerPlace(optimizer, scaler)
+        return why, OptimizerPlace(optimizers, scaler)
+    others = [optimizer for optimizer, problem in problems.items() if problem]
     # Each rank would decide by itself.
-    may_join = may_be_constant(optimizer) and not ranks.several
-    return "", OptimizerPlace(optimizer, scaler, why, may_join=may_join)
+    may_join = all(map(may_be_constant, others)) and not ranks.several
+    return "", OptimizerPlace(optimizers, scaler, why, may_join=others if may_join else ())
+
+
+def can_read_rates(optimizers: Sequence[Optimizer], place: OptimizerPlace, blocker: str) -> list[bool]:
+    """Return of each optimizer whether its steps take their rates from tensors, in eager calls too.
+
+    One alone does not where nothing is captured of its step, because of `blocker` or of its place. Of several, those
+    do that can: others may keep them behind the graphs for a while, and the bits must be those of later calls.
+    """
+    if len(optimizers) == 1:
+        return [not (blocker or place.behind)]
+    return [not why_not_capturable(optimizer) for optimizer in optimizers]
 
 
 _FEW = 3  # changes of numbers other than rates

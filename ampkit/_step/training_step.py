@@ -1,7 +1,7 @@
 """What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, `after_step`."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -94,9 +94,10 @@ class TrainingStep:
 
     Args beside those of `graphed_step`:
         scaler: the loss scale; a disabled one if there is none.
+        optimizers: all of them step together, behind one norm and one look for overflows.
         ranks: the processes that average gradients, once per window.
-        capturable: whether the optimizer can be captured. Then, in a graph, it reads its learning rates from tensors.
-        place: where the optimizer steps. If that is behind the calls, `finish` must be called behind the last one of a
+        capturable: of each optimizer whether it can be captured. Then it reads its learning rates from tensors.
+        place: where the optimizers step. If that is behind the calls, `finish` must be called behind the last one of a
             window.
         max_value: clip each element of the unscaled gradients to this magnitude, before their norm is measured.
         observer: measures in the phases that are observed.
@@ -105,7 +106,6 @@ class TrainingStep:
             does that is written with torch alone.
 
     Attributes:
-        groups: the optimizer's param groups, as a capture needs them.
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
     """
@@ -114,7 +114,7 @@ class TrainingStep:
         self,
         loss_fn: Callable[..., Any],
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         policy: Policy | None,
         scaler: GradScaler,
@@ -123,14 +123,15 @@ class TrainingStep:
         after_step: Callable[[nn.Module], object] | None,
         ranks: Ranks,
         device: torch.device,
-        capturable: bool,
+        capturable: Sequence[bool],
         place: OptimizerPlace,
         max_value: float | None = None,
         observer: Observer | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,
     ) -> None:
-        self._loss_fn, self._model, self._optimizer, self._policy = loss_fn, model, optimizer, policy
+        self._loss_fn, self._model, self._policy = loss_fn, model, policy
+        self._optimizers, self._optimizer = tuple(optimizers), optimizers[0]
         self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
         self._after_step, self._around, self._apart = after_step, around, apart
         self._walk: Walk | None = None  # made in the first call
@@ -140,8 +141,8 @@ class TrainingStep:
         self.ranks: Ranks = ranks
         self.device: torch.device = device
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self.groups: CapturableGroups = CapturableGroups(optimizer, device, holds_numbers=apart)
-        self.capturable = capturable
+        self._all_groups = [CapturableGroups(each, device, holds_numbers=apart) for each in optimizers]
+        self._capturable = tuple(capturable)
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
         self.closure: tuple[Callable[[], Any], ...] = ()
@@ -156,9 +157,19 @@ class TrainingStep:
             self.gradients.update(observer.tensors())
 
     @property
+    def groups(self) -> CapturableGroups:
+        """The param groups of the first optimizer, as a capture needs them."""
+        return self._all_groups[0]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether there is one optimizer, and it can be captured."""
+        return self._capturable == (True,)
+
+    @property
     def may_change_rates(self) -> bool:
         """Whether a call may change a learning rate itself: one that is a tensor, in `after_step`."""
-        rates = (group.get("lr") for group in self._optimizer.param_groups)
+        rates = (group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups)
         return self._after_step is not None and any(isinstance(rate, Tensor) for rate in rates)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
@@ -195,8 +206,9 @@ class TrainingStep:
 
     def state(self, modules: dict[str, nn.Module]) -> TrainingState:
         """Return the state that a call changes, of the model and other modules by the name in messages."""
-        optimizers = [] if self.place.behind else [self._optimizer]
-        rates = [] if self.place.behind or self.place.holds_rates else [self.groups]
+        optimizers = [] if self.place.behind else self._optimizers
+        in_tensors = [groups for groups, can in zip(self._all_groups, self._capturable, strict=True) if can]
+        rates = [] if self.place.behind or self.place.holds_rates else in_tensors
         # An eager call clears the gradients that it finds, and a replay would leave them.
         self._state = state = TrainingState(
             modules,
@@ -208,7 +220,7 @@ class TrainingStep:
             holds_rates=self.place.holds_rates,
             functions=(self._loss_fn, self._after_step),
         )
-        self.place.state, self.place.groups = state, self.groups
+        self.place.state, self.place.groups = state, self._all_groups
         return state
 
     def gathered(self, call: Callable[..., PartOfStep], *args: Any, **kwargs: Any) -> PartOfStep:
@@ -259,7 +271,8 @@ class TrainingStep:
                 with weights, observed, self._around():
                     loss, aux = self._forward_and_backward(args, kwargs)
             prepared = None
-            if phase.last and self.place.behind and not steps and can_be_prepared(self._optimizer):
+            alone = len(self._optimizers) == 1
+            if phase.last and self.place.behind and not steps and alone and can_be_prepared(self._optimizer):
                 # The optimizer steps behind the call, and unscaling and clipping can be done apart from that.
                 self._measure_gradients(phase.observed)
                 with Undo() as unscaling:
@@ -353,15 +366,22 @@ class TrainingStep:
                 if self._apart:
                     prepared = self.scaler.prepare_apart(self._optimizer, self._max_norm)
             kept = set(map(id, self.gradients.values()))
-            given = [param for param in parameters(self._optimizer) if id(param.grad) in kept] if kept else []
-            if given and (torch_class(self._optimizer) is None or step_hooks(self._optimizer)):
-                # Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm 1.0.29).
-                # It gets copies, because later calls overwrite the accumulated gradients.
-                for param in given:
-                    assert param.grad is not None  # its id is in `kept`
-                    param.grad = param.grad.clone()
-            with self.groups.applied() if self.capturable or self.groups.program else ExitStack():
-                if prepared is None:
+            for optimizer in self._optimizers if kept else ():
+                if torch_class(optimizer) is None or step_hooks(optimizer):
+                    # Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm
+                    # 1.0.29). It gets copies, because later calls overwrite the accumulated gradients.
+                    for param in parameters(optimizer):
+                        if param.grad is not None and id(param.grad) in kept:
+                            param.grad = param.grad.clone()
+            with ExitStack() as stack:
+                for groups, can in zip(self._all_groups, self._capturable, strict=True):
+                    if can and self.place.behind:  # otherwise each call has brought them up to date
+                        groups.refresh()
+                    if can or groups.program:
+                        stack.enter_context(groups.applied())
+                if len(self._optimizers) > 1:
+                    self.scaler.step_together(self._optimizers, self._max_norm)
+                elif prepared is None:
                     self.scaler.step(self._optimizer, *self.closure, max_norm=self._max_norm)
                 else:
                     self.scaler.step_prepared(self._optimizer, prepared, *self.closure)
@@ -371,8 +391,9 @@ class TrainingStep:
 
     def _clip_values(self) -> None:
         if self._max_value is not None:
-            self.scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_value_(parameters(self._optimizer), self._max_value)
+            for optimizer in self._optimizers:
+                self.scaler.unscale_(optimizer)
+                nn.utils.clip_grad_value_(parameters(optimizer), self._max_value)
 
     def _set_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""

@@ -167,7 +167,7 @@ class Fit:
             or self.closure_problem
             or why_not_parameters(self._trainer, self._module, optimizer)
         )
-        not_with_optimizer, place = place_of(optimizer, self.scaler, self._options, ranks)
+        not_with_optimizer, place = place_of([optimizer], self.scaler, self._options, ranks)
         if problem := problem or not_with_optimizer:
             self._leave_to_lightning(problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")

@@ -140,7 +140,7 @@ class TrainerStep:
         self._step = step = make(
             self._loss,
             module,
-            optimizer,
+            [optimizer],
             policy=None,
             scaler=scaler,
             max_norm=clip.norm,
@@ -149,7 +149,7 @@ class TrainerStep:
             after_step=None,
             ranks=ranks,
             device=device,
-            capturable=not place.behind,
+            capturable=[not place.behind],
             place=place,
             observer=observer,
             around=trainer_reads.watching if self._captures else nullcontext,

@@ -92,7 +92,9 @@ class SettingsHistory:
             return Change(outdates, replaced, replaced, {replaced: memory_advice(replaced)})
         changed = old.changed(new)
         advice = {name: text for name in changed if (text := setting_advice(name))}
-        of_optimizer = any("param_groups[" in name or name.startswith("the optimizer") for name in changed)
+        of_optimizer = any(
+            "param_groups[" in name or name.startswith(("the optimizer", "optimizers[")) for name in changed
+        )
         if VARIABLES in changed:
             of_optimizer |= self._state.reads.are_of_optimizers(old.reads, new.reads)
         return Change(outdates, old.changes(new), old.changes(new, values=True), advice, of_optimizer)

@@ -286,6 +286,8 @@ class CompiledTrainingStep(TrainingStep):
         if self.ranks.wrappers:
             # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
             return "ranks must update their weights with the same bits in each call, and they do not compile together"
+        if len(self._optimizers) > 1:
+            return "there are several optimizers, which step as they are, in the graph"
         if not self.capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         if self._max_value is not None:

@@ -38,17 +38,18 @@ class Scan:
         engine: Engine,
         step: TrainingStep,
         slices: Slices,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedules: Sequence[Schedule],
         buckets: Buckets | None,
     ) -> None:
         self._engine, self._step, self._buckets = engine, step, buckets
         self._slices, self._window, self._size = slices, slices.window, slices.size
-        self._groups, self._schedule = optimizer, schedule
+        schedule = self._schedule = next(iter(schedules), None)
+        self._groups = optimizers[0]
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
-        known = known and (schedule is None or step.capturable)
+        known = known and (schedule is None or step.capturable) and len(optimizers) == 1 and len(schedules) <= 1
         self._may_launch = known and step.observer is None and not step.ranks.several
         # In windows; one call is a single call.
         self._lengths = range(1 + (slices.size == 1), -(-MOST // slices.size) + 1)

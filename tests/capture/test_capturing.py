@@ -74,6 +74,14 @@ class Hopeless(Masked):
         return hidden if float(x.isfinite().all()) else x
 
 
+class Raising(Hopeless):
+    """Its other branch raises, behind all that it changes, as Autoformer of transformers 5.17 does."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        hidden = super().branch(x)
+        return hidden.view(7) if self.told[-1] else hidden
+
+
 class Deaf(Masked):
     """Waits for the device, and does not ask."""
 
@@ -207,7 +215,7 @@ def test_false_stays_eager(engine: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", [Hopeless, Deaf])
+@pytest.mark.parametrize("kind", [Hopeless, Raising, Deaf])
 def test_where_no_branch_can_be_captured(engine: tuple[str, str], kind: type[Masked]) -> None:
     """The message is that of the branch that eager takes, and all steps have its bits: the second look is undone."""
     history, step, model, messages = trained(engine, kind)

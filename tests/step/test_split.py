@@ -386,6 +386,30 @@ def test_modules_that_are_left_out_or_called_in_another_order(engine: Engine, st
     assert sum(part.replays for part in report.parts) > 30
 
 
+class InFunction(torch.autograd.Function):
+    """Calls a module in its forward, as the reversible layers of Reformer do, on a view that was made there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x[:, :WIDTH]).exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Reversible(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(InFunction.apply(self.decoder(x), self.encoder) / (1 + x.detach().abs().max().item()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_that_is_called_in_the_forward_of_a_function(engine: Engine) -> None:
+    """R4: its input is a view without a node of autograd's."""
+    report = compared(engine, Reversible).report()
+    assert "decoder" in [part.module for part in report.parts]
+
+
 class AsksForIdentity(Block):
     """Asks which one of its parameters this is."""
 

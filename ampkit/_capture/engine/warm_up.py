@@ -156,15 +156,22 @@ class WarmUp:
         session, state, answer = self._session, self._state, layout.answer
         known, held = state.tensors().keys(), state.held_tensors()
         places, memory = state.carried.places(held), held.memory()
+        raised = ""
 
         def looked() -> Any:
-            tried = answer.problem_when_hidden
+            nonlocal raised
+            tried, outputs = answer.problem_when_hidden, None
             before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if tried else None
             noting = noting_questions(answer.sees_capture)
             looking, own_call = layout.rehearsal.looking(), _outside_of_inference_mode(call, state)
-            with watched.preflight, noting, looking, own_call as own, watched.recording():
-                outputs = own.to(session.fn)
-            if before is not None and watched.preflight.findings:
+            try:
+                with watched.preflight, noting, looking, own_call as own, watched.recording():
+                    outputs = own.to(session.fn)
+            except Exception as error:  # of code that eager calls do not reach
+                if before is None:
+                    raise
+                raised = f"{type(error).__name__}: {error}"
+            if before is not None and (raised or watched.preflight.findings):
                 before.restore()
                 outputs = call.to(session.fn)
             return outputs
@@ -197,8 +204,9 @@ class WarmUp:
         return _Seen(
             outputs,
             watched.preflight.findings,
-            None if watched.draws is None else watched.draws.path,
-            None if watched.preflight.findings else watched.questions.asked(),
+            None if watched.draws is None or raised else watched.draws.path,
+            None if watched.preflight.findings or raised else watched.questions.asked(),
+            raised,
             has_made=state.is_undecided() or state.tensors().keys() != known,
             has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
         )
@@ -231,7 +239,7 @@ class WarmUp:
             layout.count_call(cold)  # another look, with the other answer
             return asked
         if has_tried_other:
-            problem = answer.keep(problem)
+            problem = answer.keep(problem or seen.raised)
         problem = "\n".join(filter(None, (state.problem, problem)))
         layout.note_preflight(cold, self._with_undeclared(problem))
         layout.count_call(cold)
@@ -259,6 +267,7 @@ class _Seen(NamedTuple):
     findings: list[Finding]
     drawn: DrawPath | None  # what it has drawn on the host
     asked: AskedPath | None  # what it has asked the device about its input; None too if there are findings
+    raised: str  # what the code has raised that got the other answer, "" if it has not
     has_made: bool  # whether it has made state, or some of it is still undecided
     has_kept: bool  # whether it is the first call, and has left a tensor where there was none
 

@@ -203,7 +203,9 @@ class Survey:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call._buffers = set(map(storage_address, buffers))
         call._own = call._buffers.union(map(storage_address, (*tensors, *params)))
-        into = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        # Without grad mode, nothing of the call is differentiated, and a view that was made so has no edge.
+        wanted = torch.is_grad_enabled()
+        into = [get_gradient_edge(tensor) for tensor in tensors if wanted and tensor.requires_grad]
         edges = [(_key(edge.node), edge.output_nr) for edge in into]
         edges += [(id(param), 0) for param in dict.fromkeys(params) if param.requires_grad]
         call._edges_in = set(edges)

@@ -38,13 +38,14 @@ import torch
 import zoo_models
 import zoo_small
 import zoo_transformers
+import zoo_unseen
 from models import State, differing, distance, repeatable
 from torch import Tensor
 from zoo_models import Batch, Row, Training
 
 import ampkit
 
-ROWS: dict[str, Row] = {**zoo_models.ROWS, **zoo_transformers.ROWS, **zoo_small.ROWS}
+ROWS: dict[str, Row] = {**zoo_models.ROWS, **zoo_transformers.ROWS, **zoo_small.ROWS, **zoo_unseen.ROWS}
 STEPS = 9  # 3 of warm-up, or 4 where the preflight looks twice
 REPEATS = 5
 SECONDS = 0.15  # of steps per repeat

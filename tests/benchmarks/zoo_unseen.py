@@ -282,7 +282,7 @@ BIDIRECTIONAL = """
     big_bird:BigBird data2vec_text:Data2VecText ernie:Ernie esm:Esm esmc:Esmc eurobert:EuroBert
     ibert:IBert jina_embeddings_v3:JinaEmbeddingsV3 megatron_bert:MegatronBert mra:Mra nomic_bert:NomicBert
     nystromformer:Nystromformer rembert:RemBert roberta_prelayernorm:RobertaPreLayerNorm tapas:Tapas
-    xlm_roberta:XLMRoberta xlm_roberta_xl:XLMRobertaXL yoso:Yoso
+    xlm_roberta:XLMRoberta xlm_roberta_xl:XLMRobertaXL
 """
 TRANSLATORS = "bigbird_pegasus:BigBirdPegasus blenderbot_small:BlenderbotSmall mvp:Mvp pegasus_x:PegasusX plbart:PLBart"
 SPEECH = """
@@ -831,14 +831,6 @@ KINDS: dict[str, Kind] = {
         | {"duration_predictor_channels": 16, "energy_predictor_channels": 16, "pitch_predictor_channels": 16},
         spoken,
     ),
-    "mimi": Against(
-        "MimiModel",
-        {"hidden_size": 32, "num_filters": 4, "upsampling_ratios": [4, 2], "codebook_size": 16, "codebook_dim": 16}
-        | {"num_quantizers": 2, "vector_quantization_hidden_dimension": 16, "upsample_groups": 32, "head_dim": 8}
-        | {"num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
-        normal(input_values=(BATCH, 1, 512), labels=(BATCH, 1, 512)),
-        output="audio_values",
-    ),
     "moonshine": Kind(
         "MoonshineForConditionalGeneration",
         {**SPECIAL, "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "decoder_start_token_id": 1}
@@ -878,11 +870,6 @@ KINDS: dict[str, Kind] = {
         "Wav2Vec2BertForCTC", {**SOUND, "feature_projection_input_dim": 80, "output_hidden_size": 64}, features
     ),
     # Series of numbers.
-    "autoformer": Kind(
-        "AutoformerForPrediction",
-        {"prediction_length": 8, "context_length": 16, "num_time_features": 2, "label_length": 4, "moving_average": 5},
-        series,
-    ),
     "decision_transformer": Against(
         "DecisionTransformerModel",
         {"state_dim": 6, "act_dim": 2, "hidden_size": 64, "n_layer": 2, "n_head": 4, "max_ep_len": 64},
@@ -918,8 +905,8 @@ KINDS: dict[str, Kind] = {
 # ----------------------------------------------------------------------------------------------------------------- timm
 
 PLAIN = """
-     convmixer_1024_20_ks9_p14 cs3darknet_focus_s csatv2 cspnext_tiny dpn48b efficientvim_m1
-    efficientvit_m0 fasternet_t0 fbnetc_100 gernet_s hardcorenas_a iformer_s
+     convmixer_1024_20_ks9_p14 cs3darknet_focus_s csatv2 dpn48b
+    fasternet_t0 fbnetc_100 gernet_s hardcorenas_a
     legacy_seresnet18 legacy_xception lcnet_035 lcnetv2_small lowformer_b0 caformer_s18
     mixnet_s mnasnet_small mobileone_s0 mobilevitv2_050 nextvit_small rdnet_tiny repghostnet_050 repvit_m0_9
     resnetv2_18 selecsls42 semnasnet_075 shvit_s1 spnasnet_100 starnet_s050 swiftformer_xs tinynet_e tresnet_m

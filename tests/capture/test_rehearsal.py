@@ -449,6 +449,32 @@ def test_a_difference_names_both_operations() -> None:
     )
 
 
+class Solving(nn.Linear):
+    """Solves a triangular system per sample, as the gated delta rule does (qwen3_5 of transformers)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        system = torch.eye(8, device=x.device) + super().forward(x).unflatten(1, (8, 8)).tril(-1)
+        return torch.linalg.solve_triangular(system, x.unsqueeze(-1), upper=False, unitriangular=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_operation_that_makes_addresses_is_no_difference(engine: Engine) -> None:
+    """R1: on CUDA it makes those of its matrices by an `arange`, others in each call; replays keep theirs."""
+    ends = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Solving(8, 64).to(engine[0])
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        step = ampkit.graphed_step(lambda net, x: net(x).square().mean(), net, optimizer, graph=graph)
+        with deterministic():
+            for i in range(8):
+                made = torch.Generator().manual_seed(i)
+                step(torch.randn(300, 8, generator=made).to(engine[0]))
+        ends.append([*net.parameters()])
+    assert_same(*ends)
+    assert (step.replays, step.report().failure) == (5, None)
+
+
 def test_attention_is_as_fast_under_a_recorder() -> None:
     """nn.TransformerEncoderLayer asks for function modes, and would take slower kernels under one."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()

@@ -148,8 +148,9 @@ _CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch
 # torch's names for what opened an entry (ATen/record_function.h).
 _FUNCTION, _BACKWARD, _USER = 0, 1, 7
 _STEP = "Optimizer.step#"
-# What differs in every capture: attention then keeps its random state on the device.
-_MADE_WITHIN = ("aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zeros", "aten::zero_")
+# What differs in every capture: attention then keeps its random state on the device. And products and solutions of
+# batches make the addresses of their matrices by `arange`.
+_MADE_WITHIN = ("aten::arange", "aten::empty", "aten::scalar_tensor", "aten::fill_", "aten::zeros", "aten::zero_")
 _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Entries of torch's that say nothing about the step. Those of communication have another number in each call.
 _SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")

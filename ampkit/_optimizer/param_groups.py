@@ -1,7 +1,7 @@
 """What a captured step reads from `optimizer.param_groups`: the learning rate as a tensor on the device, and flags."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,6 +98,11 @@ _APART = 16  # bytes from one rate to the next: compiled code copies an input th
 _NO_NUMBER = float("nan")  # stands for a rate that is None, or on the device
 
 
+def has_numbers(optimizer: Optimizer) -> bool:
+    """Return whether all rates of an optimizer are plain numbers of Python's."""
+    return all(type(group.get("lr")) in (int, float) for group in optimizer.param_groups)
+
+
 class CapturableGroups:
     """The param groups of an optimizer in the form that a CUDA graph needs. They have this form during a step only.
 
@@ -115,6 +120,7 @@ class CapturableGroups:
     Attributes:
         device: of the parameters.
         program: what the step computes of its rates, if it cannot read them from tensors itself; None if it can.
+        drop_program: called in front of a call whose rates are no numbers any more, which no program can have.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, holds_numbers: bool = False) -> None:
@@ -125,6 +131,7 @@ class CapturableGroups:
         self._rates: list[_Rate] = []
         self._given: Sequence[Tensor] | None = None  # what steps read in place of these
         self.program: RatesOnDevice | None = None
+        self.drop_program: Callable[[], object] = bool
         if device.type == "cuda" and any(map(self._reads_rate, optimizer.param_groups)):
             name = type(optimizer).__name__
             warnings.warn(
@@ -141,7 +148,10 @@ class CapturableGroups:
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
         if self.program is not None:
-            self.program.refresh()
+            if not has_numbers(self._optimizer):
+                self.drop_program()
+            else:
+                self.program.refresh()
             return
         groups = self._optimizer.param_groups
         del self._rates[len(groups) :]

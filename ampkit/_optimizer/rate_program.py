@@ -5,9 +5,12 @@ computed of it (`1 - lr * weight_decay`). Where an operation of torch takes one,
 place. Before each step the same is computed of the present rates on the host, in Python's own arithmetic, and written
 into these tensors. `x.add_(y, alpha=number)` takes no tensor: `x.addcmul_(y, tensor)` rounds as often.
 
-Whether that leaves the bits that numbers leave is not believed, but tried, on the optimizer's own tensors.
+Whether that leaves the bits that numbers leave is not believed, but tried, on the optimizer's own tensors. Only code of
+torch's own is given such numbers. That of others might keep them, decide by them in calls that nobody tries, or count
+its calls in places that nobody can put back.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,11 +54,22 @@ def _value(formula: Any, rates: Sequence[float]) -> Any:
     return formula
 
 
+def _number(formula: Any, rates: Sequence[float]) -> float:
+    try:
+        return float(_value(formula, rates))
+    except ArithmeticError:  # of a step that computed otherwise, in earlier calls
+        return math.nan
+
+
 class RateNumber(float):
     """A number that is computed of learning rates. Code that compares or converts it would freeze that in a graph."""
 
     formula: Any
     program: "RateProgram"
+
+    def __reduce__(self) -> Any:
+        """Copies, and what checkpoints have, are plain numbers."""
+        return float, (float.__pos__(self),)
 
     @classmethod
     def made(cls, value: float, formula: Any, program: "RateProgram") -> "RateNumber":
@@ -67,7 +81,7 @@ class RateNumber(float):
 
 def _arithmetic(function: Callable[..., Any], *, reflected: bool) -> Callable[..., Any]:
     def compute(self: RateNumber, *others: Any) -> Any:
-        if not all(type(other) in (int, float, RateNumber) for other in others):
+        if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         given = (*others, self) if reflected else (self, *others)
         plain = [float.__pos__(each) if isinstance(each, float) else each for each in given]
@@ -92,9 +106,11 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(RateNumber, f"__r{_name}__", _arithmetic(getattr(operator, _name), reflected=True))
 for _name in ("neg", "abs"):
     setattr(RateNumber, f"__{_name}__", _arithmetic(getattr(operator, _name), reflected=False))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "float", "int", "trunc", "round", "floor", "ceil"):
+for _name in (
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "hash", "float", "int", "trunc", "round", "floor", "ceil"),
+    *("floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "format", "repr", "str"),
+):
     setattr(RateNumber, f"__{_name}__", _reading(f"__{_name}__"))
-RateNumber.__hash__ = float.__hash__  # type: ignore[method-assign]  # which `__eq__` takes away
 
 
 class _Filled(NamedTuple):
@@ -136,7 +152,7 @@ class RateProgram:
         self._rates = rates
         for dtype, table in self._tables.items():
             formulas = [slot.formula for (_, kind), slot in self._slots.items() if kind is dtype]
-            values = [float(_value(formula, rates)) for formula in formulas]
+            values = [_number(formula, rates) for formula in formulas]
             if values != self._filled.get(dtype):
                 self._filled.pop(dtype, None)  # an interrupt may come between the two
                 with without_dispatch_modes(), torch.no_grad():
@@ -172,6 +188,8 @@ class RateProgram:
                 return None
             return (args[0].addcmul_ if name.endswith("_") else args[0].addcmul)(args[1], slot)
         if like is None or name not in _TAKING_TENSORS or type(number) is RateNumber:
+            if is_capturing():
+                raise CaptureError(f"{type(self._optimizer).__name__} passes what it computes of its rate to {name}")
             self.why = self.why or f"passes what it computes of it to {name}"
             return function(*args, **kwargs)
         leaves = [self._cell(leaf, like) if type(leaf) is RateNumber else leaf for leaf in leaves]
@@ -246,9 +264,10 @@ class _OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(type(leaf) is RateNumber for leaf in tree_flatten((args, kwargs))[0]):
+        leaves = tree_flatten((args, kwargs))[0]
+        if any(type(leaf) is RateNumber and leaf.program is self._program for leaf in leaves):
             return self._program.run(func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs)  # numbers of another optimizer are for its own mode
 
 
 _MOST = 256  # numbers per dtype

@@ -100,8 +100,8 @@ def graphed_step(
             Adam, AdamW and SGD with `fused=True`, and optimizers that have a `capturable` option, are captured. All
             others step eagerly, behind the graph of forward and backward, and those beside them, too. SGD, Muon and
             optimizers that are not torch's are watched for two steps. If these change nothing but tensors in place,
-            the optimizer becomes a part of the graph. What it computes of its rate on the host is then read from
-            tensors, if that leaves the same bits; else it leaves the graph when its rate changes.
+            the optimizer becomes a part of the graph. What SGD and Muon compute of their rate on the host is then read
+            from tensors, if that leaves the same bits; others leave the graph when their rate changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
             rules for modules must have been put on the model by `policy.apply(model)`.
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.

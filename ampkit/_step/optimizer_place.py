@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -11,11 +12,19 @@ from .._capture.engine.options import Options
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._optimizer.device_step import changed_by_step
-from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.param_groups import CapturableGroups, has_numbers
 from .._optimizer.rate_program import RateProgram
 from .._optimizer.scaled_step import IN_PLACE
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import can_be_undone, may_be_constant, why_not_capturable, why_other_bits
+from .._optimizer.step_kind import (
+    can_be_undone,
+    gradients,
+    may_be_constant,
+    parameters,
+    torch_class,
+    why_not_capturable,
+    why_other_bits,
+)
 
 
 class OptimizerPlace(MovableOptimizer):
@@ -94,7 +103,7 @@ class OptimizerPlace(MovableOptimizer):
                 self._stay_behind(f"{name} {changes.incomplete}, which a graph would not do. {IN_PLACE}.")
                 return
         changed = [self._changed_by_step(optimizer) for optimizer in self._joining] if self._steps > 1 else [None]
-        if None not in changed:
+        if None not in changed and all(map(gradients, self._joining)):  # else nothing could be tried
             self._join([tensors or [] for tensors in changed])
         elif self._steps == _PATIENCE:
             self._stay_behind(self.why_behind)
@@ -118,16 +127,23 @@ class OptimizerPlace(MovableOptimizer):
 
     def _put_rates_on_device(self, optimizer: Optimizer, changed: list[Tensor]) -> tuple[Optimizer, str]:
         """Have graphs read what steps compute of the rates from tensors. Return why that cannot be, "" if it can."""
-        if not all(type(group.get("lr")) in (int, float) for group in optimizer.param_groups):
+        if torch_class(optimizer) is None:
+            return optimizer, "is not torch's, and may do with it what it likes"
+        if not has_numbers(optimizer):
             return optimizer, "has a rate that is no number"
+        if any(param.dtype in (torch.float16, torch.bfloat16) for param in parameters(optimizer)):
+            return optimizer, "steps parameters of low precision, to which a tensor would be rounded"
         groups = self.groups[self._optimizers.index(optimizer)]
         program = RateProgram(optimizer, groups.device)
         try:
             program.try_out(changed)
         except Exception as error:  # of the optimizer's own code; all is as before
             return optimizer, f"raises with its rate in a tensor: {type(error).__name__}: {error}"
-        groups.program = None if program.why else program
+        groups.program, groups.drop_program = None if program.why else program, self._drop_programs
         return optimizer, program.why
+
+    def _drop_programs(self) -> None:
+        self.leave("the kind of its learning rate changed", problem="its learning rate is no number any more")
 
     def _forget_programs(self) -> None:
         for groups in self.groups:

@@ -498,18 +498,19 @@ def half_scale(optimizer: Any, i: int) -> None:
 @pytest.mark.parametrize("change", [half_rate, rougher, pytest.param(half_scale, marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_a_number_that_changes_is_never_frozen(engine: Engine, change: Callable[[Any, int], object]) -> None:
-    """R5: a rate is in a tensor on the device; another number gets another graph, and one warning says which it was."""
+    """R5: it steps behind the graph from then on, with the new number, and one warning says which it was."""
     with warnings.catch_warnings(record=True) as caught, deterministic():
         warnings.simplefilter("always")
         expected, _, _ = constant_trajectory((engine[0], "off"), "lion", {}, change)
         found, step, replays = constant_trajectory(engine, "lion", {}, change)
     assert_same(expected, found)
-    is_rate = change is half_rate
-    assert replays == [0, 0, 0, 0, 0, 1, 2, 3, *([4, 5, 6, 7, 8] if is_rate else [3, 3, 3, 4, 5])]
-    assert step.report().outcome == "whole"
+    assert replays == [0, 0, 0, 0, 0, 1, 2, 3, 3, 3, 3, 4, 5]
+    assert step.report().outcome == "in parts"
     told = [str(warning.message) for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
-    assert len(told) == (0 if is_rate else 1)
-    assert is_rate or "attributes and state" in told[0]
+    assert len(told) == 1
+    name = "param_groups" if change is half_rate else "attributes and state"
+    assert "ConstantLion has numbers that a graph would hold as constants" in told[0]
+    assert name in told[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -533,7 +534,7 @@ def test_a_rate_in_a_tensor_may_change(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
 def test_a_variable_that_only_the_optimizer_reads(engine: Engine) -> None:
-    """R5: the optimizer reads a number that nothing of its own holds. If that keeps changing, it leaves the graphs."""
+    """R5: the optimizer reads a number that nothing of its own holds. Once that changes, it leaves the graphs."""
     decay = [0.1]
 
     class Decaying(ConstantLion):
@@ -556,8 +557,7 @@ def test_a_variable_that_only_the_optimizer_reads(engine: Engine) -> None:
             results.append(list(model.state_dict().values()))
     assert_same(*results)
     told = [str(warning.message) for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
-    assert len(told) == 2
-    assert "the variable decay[0] changed from" in told[0]
-    assert "numbers that a graph would hold as constants, and the variable decay[0] changed. Keep it" in told[1]
+    assert len(told) == 1
+    assert "numbers that a graph would hold as constants, and the variable decay[0] changed. Keep it" in told[0]
     assert step.report().outcome == "in parts"
-    assert step.replays >= 8  # its changes cost no warm-up any more
+    assert step.replays == 10  # its changes cost no warm-up any more

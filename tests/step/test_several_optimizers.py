@@ -41,6 +41,11 @@ def muon_and_adamw(net: Net) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=0.02, momentum=0.9), torch.optim.AdamW(rest, lr=3e-3, fused=True)]
 
 
+def muon_and_sgd(net: Net) -> Optimizers:
+    matrices, rest = net.split()
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
 def adamw_and_sgd(net: Net) -> Optimizers:
     matrices, rest = net.split()
     return [torch.optim.AdamW(rest, lr=3e-3, fused=True), torch.optim.SGD(matrices, lr=0.1, momentum=0.9, fused=True)]
@@ -53,6 +58,7 @@ def with_adafactor(net: Net) -> Optimizers:
 
 MADE: dict[str, Callable[[Net], Optimizers]] = {
     "muon, adamw": muon_and_adamw,
+    "muon, sgd": muon_and_sgd,
     "adamw, sgd": adamw_and_sgd,
     "adamw, adafactor": with_adafactor,
 }
@@ -176,6 +182,24 @@ def test_scan_and_window_with_several_optimizers(engine: Engine) -> None:
                     getattr(step, many)(*map(torch.stack, pair))
             ends.append(list(net.state_dict().values()))
         assert_same(*ends)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_that_has_no_gradients_at_first(engine: Engine) -> None:
+    """R5: nothing is decided before each of them has stepped."""
+    ends = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        step = ampkit.graphed_step(loss_fn, net, muon_and_sgd(net), graph=graph)
+        with deterministic(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            for i in range(16):
+                net.inner.requires_grad_(i >= 4)
+                step(*batch(engine[0], i))
+        ends.append(list(net.state_dict().values()))
+    assert_same(*ends)
+    assert step.report().outcome == "whole"
 
 
 def test_what_cannot_be() -> None:

@@ -86,6 +86,10 @@ def test_every_optimizer_in_every_form(engine: tuple[str, str], name: str, form:
     for i, (left, right) in enumerate(zip(eager, graphed, strict=True)):
         assert_same(left, right, f"after step {i}")
     told = [warning for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]
+    if blocked and name in ("Muon", "SGD"):  # what they compute of the rate is in tensors, behind two watched steps
+        assert (len(told), step.report().outcome) == (0, "whole")
+        assert step.replays >= 4
+        return
     assert (step.replays, len(told)) == ((7, 1 if blocked else 0))
 
 

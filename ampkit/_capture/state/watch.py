@@ -258,7 +258,7 @@ class StateWatch(Generic[_G]):
         self.own: dict[str, Tensor] = {} if own is None else own
         self.finds_gradients = finds_gradients
         self.sees_hooks = sees_hooks
-        self.holds_rates = holds_rates
+        self.holds_rates: bool = holds_rates
         self._bare, self._rates, self._functions = bare, rates, tuple(functions)
         self.reads: Reads = Reads(functions)
         self.host_tensors: HostTensors = HostTensors()

@@ -109,7 +109,7 @@ def trained(engine: Engine, name: str, options: dict[str, Any], graph: str) -> t
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: str) -> None:
     """R5: also under schedules, skipped steps and accumulation; whole, unless one of them cannot be captured."""
     with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
         expected, _ = trained(engine, name, OPTIONS[options], "off")
         with taped() if engine[0] == "cpu" else nullcontext():
             found, step = trained(engine, name, OPTIONS[options], engine[1])
@@ -126,7 +126,7 @@ def test_the_bits_of_a_loop_of_torch_alone(engine: Engine) -> None:
     """R5: without clipping and loss scale, at constant rates that float32 holds."""
     ends = []
     with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
         for graphed in (False, True):
             torch.manual_seed(0)
             net = Net().to(engine[0])
@@ -176,7 +176,7 @@ def test_scan_and_window_with_several_optimizers(engine: Engine) -> None:
                 loss_fn, net, optimizers, scheduler=schedulers(optimizers), accumulate=2, graph=graph
             )
             with deterministic(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", ampkit.CaptureWarning)
+                warnings.simplefilter("ignore", ampkit.AmpkitWarning)
                 for i in range(12):
                     pair = zip(batch(engine[0], 2 * i), batch(engine[0], 2 * i + 1), strict=True)
                     getattr(step, many)(*map(torch.stack, pair))
@@ -193,7 +193,7 @@ def test_one_that_has_no_gradients_at_first(engine: Engine) -> None:
         net = Net().to(engine[0])
         step = ampkit.graphed_step(loss_fn, net, muon_and_sgd(net), graph=graph)
         with deterministic(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            warnings.simplefilter("ignore", ampkit.AmpkitWarning)
             for i in range(16):
                 net.inner.requires_grad_(i >= 4)
                 step(*batch(engine[0], i))

@@ -100,7 +100,8 @@ def _names() -> dict[Callable[..., Any], str]:
         name = _canonical(dotted) if dotted else ""
         if name and not name.startswith("_") and not name.endswith("_"):
             names[function] = name
-    return names
+    # Autocast has no rule for it (pytorch/pytorch#174763). Function modes see what the function in F calls.
+    return {**names, F.grouped_mm: "grouped_mm", torch._grouped_mm: "grouped_mm"}
 
 
 @lru_cache(maxsize=1)

@@ -68,6 +68,20 @@ def test_a_rule_covers_every_spelling(name: str, i: int, device: str) -> None:
     assert call(x).dtype is torch.float32
 
 
+@pytest.mark.parametrize("product", [F.grouped_mm, torch._grouped_mm])
+def test_a_rule_for_products_of_groups(product: Any) -> None:
+    """A11: torch lists neither spelling as one that modes see, and autocast has no rule for them."""
+    policy = Policy(compute="bfloat16", ops={product: "bfloat16"})
+    assert policy.ops == (("grouped_mm", torch.bfloat16),)
+    x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(2, 16, 16, requires_grad=True)
+    with policy.autocast("cpu"):
+        out = product(x, weight, offs=torch.tensor([3, 8], dtype=torch.int32))
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+
+
 @pytest.mark.parametrize(("name", "i"), every(5, CASES))
 @pytest.mark.sampled(2)
 def test_a_rule_covers_every_spelling_when_compiled(name: str, i: int, fresh_dynamo: None) -> None:

@@ -50,6 +50,10 @@ CTC = Problem(
     "Lengths that are tuples or tensors on the CPU are copied to the device only, and not read from it first.",
     whole_line=True,
 )
+GROUPED = Problem(
+    "grouped_mm waits for the device to read the sizes of its groups, except in bfloat16",
+    'Autocast leaves it in float32: give it a rule, Policy(compute="bfloat16", ops={"grouped_mm": "bfloat16"}).',
+)
 PRINT = Problem(
     "prints a tensor, which reads it",
     "Return it in aux and print it after the step.",
@@ -159,6 +163,13 @@ def _reads(call: OperationCall, watched: Watched) -> Iterator[Problem]:
         yield READ._replace(what=f"{call.kind.name} waits for the device", advice=_COMPARE, elsewhere=_COMPARE)
 
 
+def _groups(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    # aten/src/ATen/native/cuda/GroupedBlas.cpp: products of other dtypes are computed one by one, in slices that the
+    # host cuts.
+    if watched.has(call.args) and any(matrix.dtype is not torch.bfloat16 for matrix in call.args[:2]):
+        yield GROUPED
+
+
 def _decides(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     # `if condition:` and `while condition:` in torch/_higher_order_ops, below all dispatch modes.
     condition = call.args[0 if call.kind.name == "cond" else 2]  # those of a loop are computed from its state
@@ -266,6 +277,7 @@ _CHECKS: dict[object, _Check | None] = {
     "repeat_interleave": _repeats,
     **dict.fromkeys(("cond", "while_loop"), _decides),
     **dict.fromkeys(_CTC, _aligns),
+    "_grouped_mm": _groups,
     "linalg_lstsq": None,
     torch.Tag.data_dependent_output: _reads,
     torch.Tag.dynamic_output_shape: _depends_on_data,

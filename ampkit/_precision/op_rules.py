@@ -94,14 +94,14 @@ def _canonical(dotted: str) -> str:
 def _names() -> dict[Callable[..., Any], str]:
     """Return the operation that a function is, for all that function modes see, except those that write in place."""
     names = {}
-    # torch leaves these two out of its list, but function modes see them like the others.
-    for function in chain(*get_overridable_functions().values(), [F.hardswish, F.hardsigmoid]):
+    # torch leaves these out of its list, but function modes see them like the others, or else the builtin below.
+    unlisted: list[Callable[..., Any]] = [F.hardswish, F.hardsigmoid, F.grouped_mm]
+    for function in chain(*get_overridable_functions().values(), unlisted):
         dotted = resolve_name(function)
         name = _canonical(dotted) if dotted else ""
         if name and not name.startswith("_") and not name.endswith("_"):
             names[function] = name
-    # Autocast has no rule for it (pytorch/pytorch#174763). Function modes see what the function in F calls.
-    return {**names, F.grouped_mm: "grouped_mm", torch._grouped_mm: "grouped_mm"}
+    return names
 
 
 @lru_cache(maxsize=1)

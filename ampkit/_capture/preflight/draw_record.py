@@ -19,8 +19,8 @@ from ..._undo import Undo
 from ..._user_line import SourceLocation, real_frame, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.replaced import replace_here
+from .compared import Compare, ComparedNumber, is_compared_at_once
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
-from .drawn_number import DrawnNumber, is_compared_at_once
 from .uncapturable import HOST_DRAW, Problem
 
 wraps_operations(__file__)
@@ -107,7 +107,7 @@ class DrawRecorder:
             if of is None or geometry not in self._slots:
                 self._used |= drawn
                 return problems
-            if of is not DrawnNumber:  # which tells of a comparison that follows
+            if of is not ComparedNumber:  # which tells of a comparison that follows
                 self._learn(NumberRead(Slot(self._slots[geometry]), of), call.result, drawn)
             return self._hold_back(drawn, problems, find_place)
         if drawn:
@@ -227,19 +227,20 @@ class DrawRecorder:
         number = None if geometry is None else self._slots.get(geometry)
         if number is None or not tensor.is_floating_point() or not is_compared_at_once(real_frame()):
             return original(tensor)
-        value = self._read(DrawnNumber, original, tensor)
+        value = self._read(ComparedNumber, original, tensor)
         self._untold.append(draws)
 
-        def compared(compare: Callable[[Any, Any], bool], by: float) -> None:
+        def answer(compare: Compare, other: Any) -> bool:
             if draws in self._untold:
                 self._untold.remove(draws)
-            if by != by:  # with something else than a number
+            if type(other) not in (bool, int, float) or other != other:
                 self._used |= draws
             else:
-                self._learn(NumberRead(Slot(number), compare, by), value, draws)
+                self._learn(NumberRead(Slot(number), compare, other), value, draws)
+            return compare(value, other)
 
-        drawn = DrawnNumber(value)
-        drawn.told = compared
+        drawn = ComparedNumber(value)
+        drawn.answer = answer
         return drawn
 
     # ----------------------------------------------------------------------------------------------------------- end

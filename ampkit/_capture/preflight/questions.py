@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..._errors import CaptureError
 from ..._torch.autograd.autograd import in_backward
@@ -42,6 +41,7 @@ from ..._user_line import real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.replaced import replace_here
 from ..host.uploads import content_of
+from .compared import ask_for_truths, is_plain
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
 
 wraps_operations(__file__)
@@ -122,7 +122,7 @@ class QuestionRecorder:
         self._made_at = set(shared)  # and what the arguments lie in
         for number, leaf in tensors:
             # Of arguments that share memory it cannot be told which one is asked about.
-            if _is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
+            if is_plain(leaf) and (address := storage_address(leaf)) and shared[address] == 1:
                 self._made[address] = {_geometry(leaf): Leaf(number)}
 
     def __call__(self, call: OperationCall) -> None:
@@ -141,7 +141,7 @@ class QuestionRecorder:
             # Where it is not written to, nor a part of an argument, it is memory that was free, and is used again.
             if address in self._made and (call.written or address not in call.given_at):
                 del self._made[address]
-        if call.written or not results or not all(map(_is_plain, results)):
+        if call.written or not results or not all(map(is_plain, results)):
             return
         if op is LIFT_FRESH and results[0].is_cpu and results[0].numel() <= MOST_ENTRIES:
             # Of Python's numbers. On another device it is one of the constants.
@@ -164,8 +164,9 @@ class QuestionRecorder:
     def asking(self) -> Iterator[None]:
         """Context of the call."""
         with Undo() as undo:
-            replace_here(undo, Tensor, "__bool__", self._asked)
-            replace_here(undo, Tensor, "item", self._item)
+            for name, ask in (("__bool__", _outermost(self._asked)), ("item", _outermost(self._item))):
+                replace_here(undo, Tensor, name, ask)
+            ask_for_truths(undo, self._device)
             for owner, name in ((Tensor, "data_ptr"), (Tensor, "__dlpack__"), (torch.UntypedStorage, "data_ptr")):
                 replace_here(undo, owner, name, self._give_out)
             yield
@@ -210,7 +211,7 @@ class QuestionRecorder:
         if source is not None and (behind or len(self._needed(source)) > _MOST_OPERATIONS):
             source, is_constant = None, False
         cuts = source is None
-        if cuts and not (self._cuts and _is_plain(tensor) and not self._is_left_out(tensor)):
+        if cuts and not (self._cuts and is_plain(tensor) and not self._is_left_out(tensor)):
             self._questions.append(None)
             return original(tensor)
         with Undo() as undo, without_modes():  # a question is no finding
@@ -247,7 +248,7 @@ class QuestionRecorder:
         return told
 
     def _source(self, tensor: Tensor, address: int) -> _Source | None:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return None
         if self._is_constant(tensor):
             return Held(address, tensor)
@@ -327,10 +328,10 @@ def answering_questions(
         return
     questions = iter(asked.questions)
     outcomes = iter(asked.path.outcomes)
-    reads: list[Tensor] = []  # a torch function mode, as the rehearsal's, calls the same function again
 
+    @_outermost
     def answer(original: Callable[..., Any], tensor: Tensor) -> Any:
-        if tensor.device.type == device.type and not reads and (question := next(questions, None)) is not None:
+        if tensor.device.type == device.type and (question := next(questions, None)) is not None:
             if question[:2] != (tensor.shape, tensor.dtype):
                 if captures:
                     raise CaptureError(_OTHERS.format(running_line(real_frame())))
@@ -345,15 +346,12 @@ def answering_questions(
                 if found is not (next(outcomes) if question.known is None else question.known) and differs is not None:
                     differs()
                 return found
-        reads.append(tensor)
-        try:
-            return original(tensor)
-        finally:
-            reads.pop()
+        return original(tensor)
 
     with Undo() as undo:
         for name in ("__bool__", "item"):
             replace_here(undo, Tensor, name, answer)
+        ask_for_truths(undo, device)
         if any(number is not None for number in asked.numbers):
             enter(undo, _KnownNumbers(device, iter(asked.numbers), differs))
         yield
@@ -361,14 +359,26 @@ def answering_questions(
         raise CaptureError(_OTHERS.format("the step"))
 
 
+def _outermost(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes a method's place, except in calls within a call: torch function modes call it again."""
+    running: list[Tensor] = []
+
+    def asked(original: Callable[..., Any], tensor: Tensor) -> Any:
+        if running:
+            return original(tensor)
+        running.append(tensor)
+        try:
+            return ask(original, tensor)
+        finally:
+            running.clear()
+
+    return asked
+
+
 def _of_values(op: Any, sources: list[_Source | None]) -> list[_Source | None]:
     """Return those that the values of an operation's result come from. Of `ones_like` that is none."""
     name = kind_of(op).name
     return [] if name.startswith("new_") or name.endswith("_like") else sources
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _geometry(tensor: Tensor) -> _Geometry:

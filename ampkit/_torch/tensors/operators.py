@@ -20,7 +20,7 @@ _nn_builtins = private(torch._C, "_nn")
 def nn_builtin(name: str) -> Callable[..., Any] | None:
     """Return the builtin of this name below torch.nn.functional, or None if there is none."""
     found: Callable[..., Any] | None = getattr(_nn_builtins, name, None)
-    return found
+    return private(torch, "_grouped_mm") if name == "grouped_mm" else found
 
 
 # Operations that ask for a property of a tensor, not for values. A dispatch mode sees them for some fake tensors only.

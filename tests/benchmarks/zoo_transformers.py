@@ -5,7 +5,7 @@ peft in its attention ("LoRA"), where only these are trained. Losses are those t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,12 @@ class Kind:
                 "transformers", lambda: self.build(adapted=True), self.sample, self.loss, policy=self.policy
             )
         return made
+
+
+def grouped(kinds: dict[str, Kind], names: str) -> dict[str, Kind]:
+    """Return these kinds, mixtures of experts, with the rule that has torch read no sizes of groups on the host."""
+    policy = "params=float32,compute=bfloat16,output=float32,ops={grouped_mm:bfloat16}"
+    return {f"{name}, grouped": replace(kinds[name], policy=policy, adapted=()) for name in names.split()}
 
 
 class Detection(Kind):
@@ -366,6 +372,7 @@ KINDS = {
         objects,
     ),
 }
+KINDS |= grouped(KINDS, "mixtral qwen2_moe olmoe")
 ROWS: dict[str, Row] = {
     f"transformers/{name}": row for kind_name, kind in KINDS.items() for name, row in kind.rows(kind_name).items()
 }

@@ -26,6 +26,7 @@ from zoo_transformers import (
     Detection,
     Kind,
     causal,
+    grouped,
     language,
     masked,
     named,
@@ -900,6 +901,12 @@ KINDS: dict[str, Kind] = {
         normal(past_values=(BATCH, 32), future_values=(BATCH, 16)),
     ),
 }
+MIXTURES = """
+    afmoe axk1 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe exaone_moe flex_olmo
+    glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoehybrid granitemoeshared hunyuan_v1_moe jamba kimi_linear laguna
+    lfm2_moe longcat_flash mellum mimo_v2_flash minimax minimax_m2 nemotron_h phimoe qwen3_moe qwen3_next solar_open
+"""
+KINDS |= grouped(KINDS, MIXTURES)
 
 
 # ----------------------------------------------------------------------------------------------------------------- timm

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._torch.compile import nothing_was_compiled
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
-from ..._torch.tensors.modules import live_modules, module_tables, parts_of
+from ..._torch.tensors.modules import live_memory, live_modules, module_tables, parts_of
 from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
@@ -50,7 +51,9 @@ class Undeclared:
     def watching(self, leaves: Sequence[Any]) -> "Iterator[Touched]":
         """Context for an eager call with these inputs. It yields a function to be called with each operation."""
         self._problems, self._to_adopt, self._loose = [], [], []
-        touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
+        known = addresses(self._state.tensors().values()) | addresses(tensors_in(leaves))
+        # Compiled code makes tensors that no mode sees.
+        touched = Touched(known, self._device, None if nothing_was_compiled() else live_memory())
         thread = threading.get_ident()
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
 

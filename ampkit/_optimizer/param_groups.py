@@ -169,6 +169,10 @@ class CapturableGroups:
                 self._rates[i].tensor.fill_(float(rate))
                 self._rates[i].filled = float(rate)  # after the fill, because an interrupt may come between the two
 
+    def given_tensors(self) -> list[Tensor]:
+        """Return the rates that the user has made as tensors. Aliasing: the live tensors."""
+        return [rate for group in self._optimizer.param_groups if isinstance(rate := group.get("lr"), Tensor)]
+
     def table(self, steps: int) -> RateTable:
         """Return a table for the rates of this many steps."""
         return RateTable(steps, len(self._optimizer.param_groups), self.device, self._dtype)

@@ -2,9 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from .._capture.engine.options import Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
-from .._capture.keys.containers import own_batch
 from .._capture.keys.inputs import flatten
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
@@ -25,15 +23,13 @@ from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
-from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.compile import cudagraphs_of_its_own
-from .._torch.ranks.sharding import ShardedModules
-from .._torch.tensors.tensors import foreach_copy_, local_shard
-from .._undo import Undo
 from .graph_owner import GraphOwner
-from .outputs import check_outputs, mapped_outputs
+from .many.function_scan import WORDS, FunctionScan
+from .many.stack import Stack
 from .parts.split import StepSplitter
 from .parts.split_update import WithinFunction
+from .step_function import StepFunction
 from .training_step import Phase
 
 
@@ -191,7 +187,7 @@ class GraphedFunction(GraphOwner):
             problem=problem,
         )
         applied = [] if blocker or problem else groups
-        function = _EngineFunction(
+        function = StepFunction(
             self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures
         )
         why_never = "" if self._modules else _NONE_DECLARED
@@ -208,7 +204,9 @@ class GraphedFunction(GraphOwner):
             declared=True,
             splitter=StepSplitter(function, named, WithinFunction(), options, ranks, device, why_never=why_never),
         )
-        return Engine(session)
+        engine = Engine(session)
+        self._scan = FunctionScan(engine, function, _WHOLE_CALL, device, may_launch=not ranks.several)
+        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -232,25 +230,74 @@ class GraphedFunction(GraphOwner):
         that the next call writes, too; clone what is to be kept. Sync: none. Aliasing: the arguments are copied, and
         written back to only where the function changes them in place; the outputs belong to the caller.
         """
+        engine = self._engine_for(args, kwargs)
+        return engine.turn.call(self._call, engine, args, kwargs)
+
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Do K calls with one call: the function gets the slices 0 to K - 1 of each tensor along its dimension 0.
+
+        It leaves the bits that K single calls with these slices leave. Up to 16 calls are one graph launch, so that K
+        calls take ceil(K / 16) launches. Single calls and scans may be mixed.
+
+        The first calls of a layout are made one by one, until it has a graph. In a scan that begins with such calls,
+        only launches of 16 may follow. A launch captures its length if there is no graph for it yet. When a second
+        length below 16 comes, all lengths are captured in that call, and no later scan of this layout captures
+        anything.
+
+        Calls are made one by one if they are not captured as a whole; with several processes; if the function changes
+        its arguments in place, or decides by draws of the host or by answers of the device.
+
+        Args:
+            *args: trees of tensors of shape (K, ...) on the modules' device, and of hashable constants that all K calls
+                get. Pass what all calls share as `x.expand(K, *x.shape)`.
+            **kwargs: trees of the same kinds.
+
+        Returns:
+            What K calls return, each tensor with a new leading dimension K; None stays None.
+
+        Raises:
+            InputMismatch: the leading dimensions differ, one is 0, a tensor has shape () or there is no tensor; then
+                nothing was done. A slice cannot be an argument, see `__call__`.
+            ValueError: as for `__call__`; or the outputs of two calls have different shapes. Then all calls were done.
+            CaptureError: with `on_failure="raise"`, as for `__call__`.
+
+        An error in call i comes out as it would from a single call. Calls before it were done; since Python 3.11 a note
+        of the error says how many. Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`.
+        Memory: buffers for 16 times the arguments, beside those of the single calls.
+        """
+        engine = self._engine_for(args, kwargs)
+
+        def run() -> Any:
+            stack = Stack(args, kwargs, self._scan.device, WORDS)
+            return self._scan.run(stack, partial(self._call, engine), self._called)
+
+        return engine.turn.call(run)
+
+    def _engine_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
         engine = self._engine
         if engine is None:
             devices = [leaf.device for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
             with self._making:
                 device = devices[0] if devices else torch.get_default_device()
                 engine = self._engine = self._engine or self._make_engine(device)
-        return engine.turn.call(self._call, engine, args, kwargs)
+        return engine
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and self._ranks.sharded:
             self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
         outputs = engine(args, kwargs, _WHOLE_CALL)
+        self._called(1)
+        return outputs
+
+    def _called(self, calls: int) -> None:
+        """Take note of calls, made one by one or by one launch."""
         # The caller's autocast, if there is one, would go on with casts of weights that this call has changed.
         torch.clear_autocast_cache()
         if self._scaler is not None:
-            self._scaler.watch_skips()
+            for _ in range(calls):
+                self._scaler.watch_skips()
             # A capture leaves tensors there that lie in the memory of one graph. Other graphs do not write them.
             self._scaler.grad_norm = self._scaler.found_inf = None
-        return outputs
 
     def report(self) -> Report:
         """Return graphs, replays, eager calls and why, bytes, skipped steps so far. Waits for the device."""
@@ -268,86 +315,3 @@ class GraphedFunction(GraphOwner):
 
 _WHOLE_CALL = Phase(last=True, accumulated=())  # a call of a function is all of its step
 _NONE_DECLARED = "modules=() declares no module that could be captured by itself. Pass those that the function calls"
-
-
-@dataclass(frozen=True, eq=False)
-class _EngineFunction:
-    """The user's function as the engine calls it: with optimizers that can be captured, leaving no gradient or cast."""
-
-    _fn: Callable[..., Any]
-    _modules: Sequence[nn.Module]
-    _groups: Sequence[CapturableGroups]
-    _scaler: GradScaler | None
-    _shards: ShardedModules
-    _name: str
-    _state: TrainingState
-    _keeps: bool  # whether there are graphs. Without any, gradients are left as they are
-    _numbers: dict[nn.Parameter, int] = field(default_factory=dict)  # of parameters that were left a gradient
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the declared modules and all in them, each once, by their paths in messages."""
-        seen: set[nn.Module] = set()
-        for i, module in enumerate(self._modules):
-            yield from module.named_modules(seen, f"modules[{i}]")
-
-    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
-        self._shards.gather()
-        params = [param for module in self._modules for param in module.parameters()]
-        gradients = [param.grad for param in params]
-        with self._state.carrying(), Undo() as undo, ExitStack() as stack:
-            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
-            undo.note(torch.clear_autocast_cache)
-            undo.note(set_gradients, params, gradients)
-            run_backwards_here(undo)
-            undo.note(self._shards.settle)
-            torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
-            if self._scaler is not None:
-                stack.enter_context(self._scaler.unwatched())
-            for groups in self._groups:
-                stack.enter_context(groups.applied())
-            with Undo() as steps:
-                if self._scaler is not None:
-                    steps.note(self._scaler.forgetting())
-                args, kwargs = own_batch((args, kwargs))
-                outputs = self._fn(*args, **kwargs)
-                steps.forget()
-            check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
-            outputs = mapped_outputs(outputs, lambda output: self._state.carried.apart(output.detach()))
-            left = self._left_gradients(params, gradients)
-        set_gradients(params, left)  # they lie in no graph's pool
-        return outputs
-
-    in_parts = __call__  # the function steps its optimizers itself
-
-    def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
-        with the gradient that it has made.
-
-        Such a tensor is part of the state, and all graphs write it. A sparse gradient is left only where there are no
-        graphs.
-        """
-        left: list[Tensor | None] = []
-        copies: dict[Tensor, Tensor] = {}
-        for param, before in zip(params, found, strict=True):
-            made = param.grad
-            if made is not None and made is not before and self._keeps:
-                if made.layout is not torch.strided:
-                    made = before
-                else:
-                    name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
-                    kept = self._state.own.get(name)
-                    if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
-                        kept = self._state.own[name] = torch.empty_like(made)
-                    copies[local_shard(kept)] = local_shard(made).detach()
-                    made = kept
-            left.append(made)
-        if copies:
-            with torch.no_grad():
-                foreach_copy_(list(copies), list(copies.values()))
-        return left
-
-
-def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    """Give each parameter its gradient, or none."""
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad

@@ -21,7 +21,7 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._errors import InputMismatch
-from .._step.graphed import set_gradients
+from .._step.step_function import set_gradients
 from .._step.training_step import Phase
 from .._torch.autograd.backward_thread import run_backwards_here
 from .._undo import Undo

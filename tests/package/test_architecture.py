@@ -55,7 +55,7 @@ ROOMS = {
         "many": ".",
         "compile": ".",
         "parts": ".",
-        "graphed.py": ". parts",
+        "graphed.py": ". many parts",
         "graphed_step.py": ". many compile parts",
     },
 }

@@ -54,9 +54,9 @@ class Report:
             not include its step. None if its step is captured, or if there are to be no graphs.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
-        launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`. They are no part
-            of `replays`.
-        scanned: optimizer steps that these launches did.
+        launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`, or by
+            `GraphedFunction.scan`. They are no part of `replays`.
+        scanned: optimizer steps, or calls of a function, that these launches did.
         in_parts: calls in which modules, or the update of the parameters, were captured by themselves. They are no part
             of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.

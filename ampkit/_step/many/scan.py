@@ -19,7 +19,7 @@ from ..._optimizer.param_groups import CapturableGroups, RateTable
 from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
-from .slices import Slices, micro_batches
+from .slices import Slices, in_order, micro_batches
 from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 
 Rates = Sequence[Any]  # by param group
@@ -59,23 +59,13 @@ class Scan:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
         stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
-        pieces: list[StackedOutputs] = []
-        singles: list[StepOutput] = []  # behind these
-        done, self._warming = 0, False
-        while done < stack.count:
-            try:
-                piece = self._launched(stack, done)
-                if piece is None:
-                    singles.append(self._slices.call(stack, done))
-            except Exception as error:
-                if done and hasattr(error, "add_note"):  # since Python 3.11
-                    error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
-                raise
-            if piece is not None:
-                pieces += [stacked(singles), piece] if singles else [piece]
-                singles = []
-            done += 1 if piece is None else len(piece.loss)
-        return concatenated([*pieces, stacked(singles)] if singles else pieces)
+        self._warming = False
+
+        def launched(start: int) -> tuple[int, StackedOutputs] | None:
+            piece = self._launched(stack, start)
+            return None if piece is None else (len(piece.loss), piece)
+
+        return concatenated(in_order(stack, launched, partial(self._slices.call, stack), stacked))
 
     def _launched(self, stack: Stack, start: int) -> StackedOutputs | None:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""

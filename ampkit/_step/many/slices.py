@@ -45,6 +45,40 @@ class Slices:
 _MAX_SPECS = 256
 
 
+def in_order(
+    stack: Stack,
+    launched: Callable[[int], tuple[int, Any] | None],
+    single: Callable[[int], Any],
+    together: Callable[[list[Any]], Any],
+) -> list[Any]:
+    """Do the calls of a stack. Return their outputs in pieces, each of one or more calls, stacked.
+
+    Args:
+        stack: the inputs.
+        launched: `launched(i)` does calls by one launch, from call i on, and returns how many and their outputs,
+            stacked. It returns None, and has done nothing, if there is no graph for them.
+        single: `single(i)` does call i.
+        together: stacks outputs of single calls.
+    """
+    pieces: list[Any] = []
+    singles: list[Any] = []  # behind these
+    done = 0
+    while done < stack.count:
+        try:
+            found = launched(done)
+            if found is None:
+                singles.append(single(done))
+        except Exception as error:
+            if done and hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(f"scan: {done} of {stack.count} calls were done before this one.")
+            raise
+        if found is not None:
+            pieces += [together(singles), found[1]] if singles else [found[1]]
+            singles = []
+        done += 1 if found is None else found[0]
+    return [*pieces, together(singles)] if singles else pieces
+
+
 def micro_batches(
     call: Callable[..., PartOfStep],
     leaves: Sequence[Any],

@@ -15,11 +15,13 @@ from ..training_step import StepOutput
 
 
 class Words(NamedTuple):
-    """What messages call a method, one of its calls, and several of them."""
+    """What messages call a method, one of its calls, and several of them; the caller's function, and its outputs."""
 
     method: str
     one: str
     many: str
+    function: str = "step"
+    outputs: str = "what loss_fn returned in aux"
 
 
 SCAN = Words("scan", "step", "steps")
@@ -73,7 +75,7 @@ class Stack:
         if place < 0:
             raise InputMismatch(
                 f"{words.method}: the inputs have no tensor, and the number of {words.many} is the leading dimension "
-                "of the tensors. Pass tensors made by torch.stack, or call the step itself."
+                f"of the tensors. Pass tensors made by torch.stack, or call the {words.function} itself."
             )
         self.count: int = len(self.leaves[place])
         self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
@@ -125,7 +127,7 @@ def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, An
 
     Raise a `ValueError` if their aux do not fit together.
     """
-    aux = _joined([out.aux for out in outs], torch.stack, 0, words)
+    aux = joined([out.aux for out in outs], torch.stack, 0, words)
     return torch.stack([out.loss for out in outs]), aux
 
 
@@ -136,13 +138,13 @@ def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
     norms = [piece.grad_norms for piece in pieces if piece.grad_norms is not None]
     return StepOutput(
         torch.cat([piece.loss for piece in pieces]),
-        _joined([piece.aux for piece in pieces], torch.cat, 1, SCAN),
+        joined([piece.aux for piece in pieces], torch.cat, 1, SCAN),
         torch.cat(norms) if norms else None,
         torch.cat([piece.skipped for piece in pieces]),
     )
 
 
-def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: int, words: Words) -> Any:
+def joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: int, words: Words) -> Any:
     """Return one tree of tensors and None. `join` makes one tensor of those at each place of the trees.
 
     Their shapes must be equal from dimension `begin` on.
@@ -160,9 +162,9 @@ def _joined(trees: Sequence[Any], join: Callable[[list[Any]], Tensor], begin: in
                 )
                 one, two = shown
             raise ValueError(
-                f"{words.method}: the {words.many} were done, but what loss_fn returned in aux cannot be stacked: "
-                f"{one} in one {words.one}, {two} in another. Return tensors of one shape and dtype, or call the step "
-                "itself."
+                f"{words.method}: the {words.many} were done, but {words.outputs} cannot be stacked: "
+                f"{one} in one {words.one}, {two} in another. Return tensors of one shape and dtype, or call the "
+                f"{words.function} itself."
             )
     columns = zip(*(others for others, _ in flat), strict=True)
     return tree_unflatten([None if column[0] is None else join([*column]) for column in columns], tree)

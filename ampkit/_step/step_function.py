@@ -1,0 +1,107 @@
+"""The function of `graphed` as the engine calls it: its optimizers can be captured, and no gradient or cast is left."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._capture.keys.containers import own_batch
+from .._capture.state.state import TrainingState
+from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.scaler import GradScaler
+from .._torch.autograd.backward_thread import run_backwards_here
+from .._torch.ranks.sharding import ShardedModules
+from .._torch.tensors.tensors import foreach_copy_, local_shard
+from .._undo import Undo
+from .outputs import check_outputs, mapped_outputs
+from .training_step import Phase
+
+
+@dataclass(frozen=True, eq=False)
+class StepFunction:
+    """Calls the user's function.
+
+    Attributes:
+        groups: the param groups of optimizers that can be captured.
+    """
+
+    _fn: Callable[..., Any]
+    _modules: Sequence[nn.Module]
+    groups: Sequence[CapturableGroups]
+    _scaler: GradScaler | None
+    _shards: ShardedModules
+    _name: str
+    _state: TrainingState
+    _keeps: bool  # whether there are graphs. Without any, gradients are left as they are
+    _numbers: dict[nn.Parameter, int] = field(default_factory=dict)  # of parameters that were left a gradient
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the declared modules and all in them, each once, by their paths in messages."""
+        seen: set[nn.Module] = set()
+        for i, module in enumerate(self._modules):
+            yield from module.named_modules(seen, f"modules[{i}]")
+
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        self._shards.gather()
+        params = [param for module in self._modules for param in module.parameters()]
+        gradients = [param.grad for param in params]
+        with self._state.carrying(), Undo() as undo, ExitStack() as stack:
+            # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
+            undo.note(torch.clear_autocast_cache)
+            undo.note(set_gradients, params, gradients)
+            run_backwards_here(undo)
+            undo.note(self._shards.settle)
+            torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
+            if self._scaler is not None:
+                stack.enter_context(self._scaler.unwatched())
+            for groups in self.groups:
+                stack.enter_context(groups.applied())
+            with Undo() as steps:
+                if self._scaler is not None:
+                    steps.note(self._scaler.forgetting())
+                args, kwargs = own_batch((args, kwargs))
+                outputs = self._fn(*args, **kwargs)
+                steps.forget()
+            check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
+            outputs = mapped_outputs(outputs, lambda output: self._state.carried.apart(output.detach()))
+            left = self._left_gradients(params, gradients)
+        set_gradients(params, left)  # they lie in no graph's pool
+        return outputs
+
+    in_parts = __call__  # the function steps its optimizers itself
+
+    def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
+        with the gradient that it has made.
+
+        Such a tensor is part of the state, and all graphs write it. A sparse gradient is left only where there are no
+        graphs.
+        """
+        left: list[Tensor | None] = []
+        copies: dict[Tensor, Tensor] = {}
+        for param, before in zip(params, found, strict=True):
+            made = param.grad
+            if made is not None and made is not before and self._keeps:
+                if made.layout is not torch.strided:
+                    made = before
+                else:
+                    name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
+                    kept = self._state.own.get(name)
+                    if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
+                        kept = self._state.own[name] = torch.empty_like(made)
+                    copies[local_shard(kept)] = local_shard(made).detach()
+                    made = kept
+            left.append(made)
+        if copies:
+            with torch.no_grad():
+                foreach_copy_(list(copies), list(copies.values()))
+        return left
+
+
+def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Give each parameter its gradient, or none."""
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad

@@ -14,8 +14,8 @@ from ..._torch.compile import nothing_was_compiled
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
-from ..._torch.tensors.modules import live_memory, live_modules, module_tables, parts_of
-from ..._torch.tensors.tensors import is_tensor, storage_address
+from ..._torch.tensors.modules import live_modules, module_tables, parts_of
+from ..._torch.tensors.tensors import is_tensor, live_memory, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import running_line, wraps_operations

@@ -3,7 +3,6 @@
 import functools
 import gc
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..guard import private
-from .tensors import is_tensor, storage_address
 
 # A module gets them when it is made, so the class alone cannot be asked for them.
 _MODULE = nn.Module()
@@ -47,15 +45,6 @@ def live_modules() -> list[nn.Module]:
         new = [kind for above in new for kind in type.__subclasses__(above) if id(kind) not in kinds]
     # There are hundreds of thousands of other objects.
     return [each for each in gc.get_objects() if id(type(each)) in kinds and is_module(each)]
-
-
-def live_memory() -> dict[int, list[weakref.ref[Tensor]]]:
-    """Return all tensors of this process that Python code can have, by the address of their memory."""
-    found: dict[int, list[weakref.ref[Tensor]]] = {}
-    for tensor in gc.get_objects():
-        if is_tensor(tensor) and not nn.parameter.is_lazy(tensor):
-            found.setdefault(storage_address(tensor), []).append(weakref.ref(tensor))
-    return found
 
 
 # parts_of(module): it and all modules inside, whatever a class of the user's makes of `modules`.

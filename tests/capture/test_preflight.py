@@ -1233,7 +1233,7 @@ def test_no_line_of_ampkit_is_named() -> None:
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).mean()
-        return loss * 2 if loss.item() > 100 else loss  # waits
+        return loss * 2 if float(loss.detach()) > 100 else loss  # waits
 
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)

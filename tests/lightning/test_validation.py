@@ -413,7 +413,7 @@ class LogsNumber(Validated):
 
 class Reads(Validated):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.net(batch[0]).sum().item() > 1e6:
+        if float(self.net(batch[0]).sum()) > 1e6:
             raise ValueError("diverged")
         return super().validation_step(batch, batch_idx)
 
@@ -532,7 +532,7 @@ REFUSED = [
     (UsesIndex, {}, "validation_step computes with batch_idx"),
     (ReadsStep, {}, '`self.log("steps", self.global_step + self.net(batch[0]).sum())` - reads global_step'),
     (LogsNumber, {}, "self.log('number', 1.0) in validation_step"),
-    (Reads, {}, "if self.net(batch[0]).sum().item() > 1e6:"),
+    (Reads, {}, "if float(self.net(batch[0]).sum()) > 1e6:"),
     (ReturnsObject, {}, "validation_step returns a Result"),
     (UpdatesMetric, {}, "validation_step updates self.mean, a metric of torchmetrics"),
     (UpdatesInPlace, {"num_sanity_val_steps": 2}, "validation_step updates self.confusion, a metric of torchmetrics"),

@@ -79,7 +79,7 @@ class Transformed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.call(self.first, x)
-        return self.second(hidden) * (2.0 if hidden.detach().abs().max().item() > 0.5 else 1.0)
+        return self.second(hidden) * (2.0 if float(hidden.detach().abs().max()) > 0.5 else 1.0)
 
 
 class Within(nn.Module):

@@ -158,7 +158,7 @@ class Slices(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        if hidden.detach().sum().item() > 1e9:
+        if float(hidden.detach().sum()) > 1e9:
             hidden = hidden * 2
         both = torch.cat([self.second(hidden[1:]), self.third(hidden)])
         return self.head(both)

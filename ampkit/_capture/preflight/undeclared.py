@@ -52,8 +52,9 @@ class Undeclared:
         """Context for an eager call with these inputs. It yields a function to be called with each operation."""
         self._problems, self._to_adopt, self._loose = [], [], []
         known = addresses(self._state.tensors().values()) | addresses(tensors_in(leaves))
-        # Compiled code makes tensors that no mode sees.
-        touched = Touched(known, self._device, None if nothing_was_compiled() else live_memory())
+        with without_torch_function():
+            before = None if nothing_was_compiled() else live_memory()  # compiled code makes tensors that no mode sees
+        touched = Touched(known, self._device, before)
         thread = threading.get_ident()
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
 

@@ -58,9 +58,7 @@ class StepChanges:
             if not others and last - first == tensor.numel() * tensor.element_size():  # it has no gaps
                 covering.append(tensor)
                 continue
-            storage = tensor.untyped_storage()  # the whole of it, as integers
-            dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
-            covering.append(torch.empty(0, dtype=dtype, device=tensor.device).set_(storage))
+            covering.append(_whole(tensor))
         return covering
 
     def watch(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
@@ -253,6 +251,44 @@ class _StepWatch(WatchingMode):
                 self._new.add(address)
                 self.created.append(weakref.ref(tensor))
         return result
+
+
+class Backup(WatchingMode):
+    """Context that copies memory from before it in front of the first operation that writes to it.
+
+    Args:
+        left_out: tensors that need not be put back.
+    """
+
+    def __init__(self, left_out: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._known = set(map(storage_address, left_out))  # addresses of memory that is new, saved or left out
+        self._saved: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Save what an operation writes to, and run it."""
+        kwargs = kwargs or {}
+        for tensor in written_arguments(op, args, kwargs) if hasattr(op, "overloadpacket") else ():
+            if (address := storage_address(tensor)) not in self._known:
+                self._known.add(address)
+                whole = _whole(tensor)
+                self._saved.append((whole, whole.clone()))
+        result = op(*args, **kwargs)
+        given = set(map(storage_address, tensors_in((args, kwargs))))
+        self._known |= set(map(storage_address, tensors_in(result))) - given
+        return result
+
+    def put_back(self, where: Tensor) -> None:
+        """Give all that was written the bits from before if `where` (shape ()) is above 0. Sync: none."""
+        for tensor, before in self._saved:
+            tensor.copy_(torch.where(where.to(tensor.device, non_blocking=True) > 0, before, tensor))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole of the memory that a tensor lies in, as integers."""
+    storage = tensor.untyped_storage()
+    dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.int8
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
 
 
 def _text(path: _Path) -> str:

@@ -294,6 +294,19 @@ class GradScaler(DeviceScale):
         state["stage"] = OptState.STEPPED
         return stepped
 
+    def unscale_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor | None:
+        """Call `unscale_` for each. Return 1.0 if a gradient is not finite, else 0.0: shape (), on the device.
+
+        None without a loss scale. Sync: none.
+        """
+        for optimizer in optimizers:
+            self.unscale_(optimizer)
+        if not self._enabled:
+            return None
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        return any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
+
     def prepare(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
         """Unscale and clip the gradients, as the first half of `step`; `step_prepared` is the second half.
 

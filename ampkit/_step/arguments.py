@@ -159,12 +159,16 @@ _MADE_AGAIN = (
 )
 
 
-def check_kinds(model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object) -> None:
+def check_kinds(
+    model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object, before_step: object
+) -> None:
     """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
     expected = "a torch.nn.Module. The order is (loss_fn, model, optimizer)"
     check_instance("graphed_step", "model", model, nn.Module, expected)
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
+    if before_step is not None:
+        check_callable("graphed_step", "before_step", before_step, "a function of the model, or None")
     if buckets is not None and not isinstance(buckets, Buckets):
         raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
     if isinstance(buckets, Buckets):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import read_positive
+from .._arguments import check_choice, read_positive
 from .._batches.buckets import Buckets
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
@@ -64,6 +64,7 @@ def graphed_step(
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
     buckets: Buckets | None = None,
     warmup: int = 3,
+    before_step: Callable[[nn.Module], object] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
     verify: int | str = 0,
     numerics: Observer | None = None,
@@ -117,6 +118,10 @@ def graphed_step(
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
             steps like any other. One of the first is checked for what cannot be captured. The last one is recorded,
             and the capture must record the same operations.
+        before_step: called with the model in each optimizer step, under `no_grad`, and captured: when gradients are
+            unscaled and were looked at for overflows, and before their norm is measured. It may change the gradients in
+            `param.grad`, take one away (`param.grad = None`), and change tensors in place, which a skipped step puts
+            back. With `accumulate` it sees the gradients of the whole window.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
             of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state; or "sparse":
@@ -195,7 +200,7 @@ def graphed_step(
         host_writes=host_writes,
         cuts=cuts,
     ).checked("graphed_step")
-    check_kinds(model, loss_fn, accumulate, buckets, numerics)
+    check_kinds(model, loss_fn, accumulate, buckets, numerics, before_step)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
@@ -211,6 +216,8 @@ def graphed_step(
         refuse_several("optimizer", optimizers, "a model that fully_shard has split")
     if arithmetic == "torch":
         refuse_several("arithmetic='torch'", optimizers, "this arithmetic")
+    if before_step is not None and ranks.sharded and scaler.is_enabled():
+        raise NotImplementedError(f"graphed_step(before_step): {_NOT_ON_SHARDS}")
     for each in optimizers:
         sum_in_order_of(model, each)
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
@@ -225,6 +232,7 @@ def graphed_step(
         scaler=scaler,
         max_norm=max_norm,
         accumulate=accumulate,
+        before_step=before_step,
         after_step=follow_up,
         ranks=ranks,
         device=device,
@@ -390,14 +398,21 @@ class GraphedStep(GraphOwner):
         """
         return self._turn.call(self._whole_window.run, args, kwargs)
 
-    def flush(self) -> None:
+    def flush(self, divide: str = "accumulate") -> None:
         """End a window that is short, such as the last one of an epoch: step the optimizer on what it has so far.
 
-        Each loss stays divided by `accumulate`, as in Lightning and in loops that write `(loss /
-        accumulate).backward()`. The step is eager, and counted as such. Nothing is done if the window is empty. Sync:
-        none.
+        The step is eager, and counted as such. Nothing is done if the window is empty. Sync: none.
+
+        Args:
+            divide: "accumulate": each loss stays divided by `accumulate`, as in Lightning and in loops that write
+                `(loss / accumulate).backward()`. "actual": by the number of micro-batches that there were, as in the
+                Trainer of transformers. The gradients are multiplied by `accumulate / number` for that.
+
+        Raises:
+            ValueError: `divide` is neither.
         """
-        self._turn.call(self._window.flush, SHORT)
+        check_choice("flush", "divide", divide, ("accumulate", "actual"))
+        self._turn.call(partial(self._window.flush, actual=divide == "actual"), SHORT)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
@@ -476,6 +491,12 @@ def session_of(
             step, model.named_modules, update, options, ranks, device, why_never=why_never, eager=eager
         ),
     )
+
+
+_NOT_ON_SHARDS = (
+    "with a loss scale, and parameters that fully_shard has split, each rank would look for overflows by itself. Use "
+    "bfloat16, or max_norm=."
+)
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

@@ -1,4 +1,4 @@
-"""What a training step does: forward, backward, accumulation, unscale, clip, optimizer, scale update, `after_step`."""
+"""What a training step does: forward, backward, accumulation, unscale, `before_step`, clip, optimizer, `after_step`."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,9 @@ from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
 from .._optimizer.device_step import Prepared, can_be_prepared
 from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.rollback import Backup
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import parameters, torch_class
+from .._optimizer.step_kind import gradients, parameters, torch_class
 from .._precision.policy import Policy
 from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.optimizers import step_hooks
@@ -40,12 +41,15 @@ class StepOutput(NamedTuple):
         grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None if there is neither a loss
             scale nor `max_norm`, and None for a micro-batch that does not end its window.
         skipped: True if a gradient was not finite and the step changed nothing but the loss scale; bool, shape ().
+        stepped: whether the call stepped the optimizer, or skipped that: a bool of Python's, False for a micro-batch
+            that does not end its window. `scan` returns one per call.
     """
 
     loss: Tensor
     aux: Any
     grad_norm: Tensor | None
     skipped: Tensor
+    stepped: bool | tuple[bool, ...] = True
 
 
 class PartOfStep(NamedTuple):
@@ -121,6 +125,7 @@ class TrainingStep:
         max_norm: float | None,
         accumulate: int,
         after_step: Callable[[nn.Module], object] | None,
+        before_step: Callable[[nn.Module], object] | None = None,
         ranks: Ranks,
         device: torch.device,
         capturable: Sequence[bool],
@@ -133,7 +138,8 @@ class TrainingStep:
         self._loss_fn, self._model, self._policy = loss_fn, model, policy
         self._optimizers, self._optimizer = tuple(optimizers), optimizers[0]
         self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
-        self._after_step, self._around, self._apart = after_step, around, apart
+        self._before_step, self._after_step = before_step, after_step
+        self._around, self._apart = around, apart
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
         self.scaler = scaler
@@ -218,7 +224,7 @@ class TrainingStep:
             bare=self._model,
             rates=rates,
             holds_rates=self.place.holds_rates,
-            functions=(self._loss_fn, self._after_step),
+            functions=(self._loss_fn, self._before_step, self._after_step),
         )
         self.place.state, self.place.groups = state, self._all_groups
         return state
@@ -277,18 +283,24 @@ class TrainingStep:
                 self._measure_gradients(phase.observed)
                 with Undo() as unscaling:
                     unscaling.note(self.scaler.forgetting())
-                    self._clip_values()
+                    self._change_gradients()
                     prepare = self.scaler.prepare_apart if self._apart else self.scaler.prepare
                     prepared = prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
             norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
             aux = mapped_outputs(aux, self._output)  # before a state that it has may be overwritten
-        return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped), accumulated, prepared)
+        return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped, phase.last), accumulated, prepared)
 
     def finish(
-        self, accumulated: tuple[int, ...], observed: bool, prepared: Prepared | None = None, *, averaged: bool = True
+        self,
+        accumulated: tuple[int, ...],
+        observed: bool,
+        prepared: Prepared | None = None,
+        *,
+        averaged: bool = True,
+        factor: float = 1.0,
     ) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on the accumulated gradients of the parameters with these numbers.
+        """Step the optimizer on the accumulated gradients of the parameters with these numbers, times a factor.
 
         `averaged` says whether DDP has averaged them, as it does in the last backward of a window. Return the gradient
         norm, and whether the step was skipped; see `StepOutput`.
@@ -300,6 +312,9 @@ class TrainingStep:
             self._set_gradients(params, accumulated)
             if not averaged:
                 self.ranks.average([self.gradients[_name(i)] for i in accumulated])
+            if factor != 1.0:
+                for i in accumulated:
+                    self.gradients[_name(i)].mul_(factor)
             finished = self._finish(observed, prepared)
             if self.place.behind:
                 self.place.has_stepped()
@@ -362,7 +377,7 @@ class TrainingStep:
         with Undo() as undo:
             undo.note(self.scaler.forgetting())
             if prepared is None:
-                self._clip_values()
+                self._change_gradients()
                 if self._apart:
                     prepared = self.scaler.prepare_apart(self._optimizer, self._max_norm)
             kept = set(map(id, self.gradients.values()))
@@ -389,11 +404,22 @@ class TrainingStep:
                 self.scaler.update()
             undo.forget()
 
-    def _clip_values(self) -> None:
+    def _change_gradients(self) -> None:
+        """Unscale and change gradients, if that is wanted. What else `before_step` changes is put back on a skip."""
+        if self._max_value is None and self._before_step is None:
+            return
+        overflow = self.scaler.unscale_all(self._optimizers)
         if self._max_value is not None:
             for optimizer in self._optimizers:
-                self.scaler.unscale_(optimizer)
                 nn.utils.clip_grad_value_(parameters(optimizer), self._max_value)
+        if self._before_step is None:
+            return
+        backup = None if overflow is None else Backup(gradients(*self._optimizers))
+        with torch.no_grad(), nullcontext() if backup is None else backup:
+            self._before_step(self._model)
+        if backup is not None and overflow is not None:
+            with torch.no_grad():
+                backup.put_back(overflow)
 
     def _set_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""
@@ -408,7 +434,8 @@ class TrainingStep:
         Autograd has added the other gradients to such tensors already. Return the numbers of all parameters that have
         an accumulated gradient now.
         """
-        known = set(accumulated)
+        # `before_step` may have taken a gradient away, or put another one in its place.
+        known = {i for i in accumulated if params[i].grad is self.gradients[_name(i)]}
         for i, param in params.items():
             if param.grad is not None and param.grad.layout is not torch.strided:
                 # Autograd makes a new tensor for the sum of sparse gradients. No step that has them is captured.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -111,16 +112,19 @@ class Window:
         for _ in range(windows if self._step.scaler.is_enabled() else 1):
             self._told(grad_norm)
 
-    def flush(self, reason: str) -> tuple[Tensor | None, Tensor] | None:
+    def flush(self, reason: str, *, actual: bool = False) -> tuple[Tensor | None, Tensor] | None:
         """Step the optimizer eagerly on the gradients accumulated so far. The call is counted under this reason.
 
-        Return the gradient norm, and whether the step was skipped, see `StepOutput`; None if there was no gradient.
+        With `actual` they become the mean over the micro-batches that there were. Return the gradient norm, and whether
+        the step was skipped, see `StepOutput`; None if there was no gradient.
         """
         if not self.count:
             return None
         accumulated, observed = self.accumulated, bool(self._observed)
+        factor = self._size / self.count if actual else 1.0
         self._begin()
-        norm, skipped = self._run(reason, lambda: self._step.finish(accumulated, observed, averaged=False))
+        finish = partial(self._step.finish, accumulated, observed, averaged=False, factor=factor)
+        norm, skipped = self._run(reason, finish)
         torch.clear_autocast_cache()
         self._stepped(norm)
         return norm, skipped

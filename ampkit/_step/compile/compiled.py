@@ -132,7 +132,8 @@ class CompiledTrainingStep(TrainingStep):
         lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
         problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
         problems += [f"working weights, since {self._writes.problem}"] if self._writes.problem else []
-        problems += ["after_step"] if self._after_step is not None else []
+        given = {"before_step": self._before_step, "after_step": self._after_step}
+        problems += [name for name, function in given.items() if function is not None]
         lines += [f"not compiled: {problem}" for problem in problems]
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
         return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
@@ -290,8 +291,10 @@ class CompiledTrainingStep(TrainingStep):
             return "there are several optimizers, which step as they are, in the graph"
         if not self.capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
-        if self._max_value is not None:
-            return "each element of the gradients is clipped"
+        if self._max_value is not None or self._before_step is not None:
+            return (
+                "each element of the gradients is clipped" if self._before_step is None else "before_step changes them"
+            )
         return why_not_updated(self._optimizer)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:

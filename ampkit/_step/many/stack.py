@@ -110,6 +110,7 @@ class StackedOutputs(NamedTuple):
     aux: Any
     grad_norms: Tensor | None  # one per optimizer step
     skipped: Tensor
+    stepped: tuple[bool, ...]
 
 
 def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> StackedOutputs:
@@ -119,7 +120,8 @@ def stacked(outs: Sequence[StepOutput], *, views: bool = False) -> StackedOutput
     # Without a loss scale a step returns the same constant each time.
     is_constant = views and all(flag is flags[0] for flag in flags)
     skipped = flags[0].expand(len(flags)) if is_constant else torch.stack(flags)
-    return StackedOutputs(*losses_and_aux(outs, SCAN), torch.stack(norms) if norms else None, skipped)
+    stepped = tuple(bool(out.stepped) for out in outs)
+    return StackedOutputs(*losses_and_aux(outs, SCAN), torch.stack(norms) if norms else None, skipped, stepped)
 
 
 def losses_and_aux(outs: Sequence[StepOutput], words: Words) -> tuple[Tensor, Any]:
@@ -141,6 +143,7 @@ def concatenated(pieces: Sequence[StackedOutputs]) -> StepOutput:
         joined([piece.aux for piece in pieces], torch.cat, 1, SCAN),
         torch.cat(norms) if norms else None,
         torch.cat([piece.skipped for piece in pieces]),
+        tuple(each for piece in pieces for each in piece.stepped),
     )
 
 

@@ -1,0 +1,266 @@
+"""`before_step`: code between backward and the optimizer, captured; `stepped`; windows that end early."""
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, bits, deterministic, leave_out_inductor, training_state
+from tape import taped
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampkit
+
+Engine = tuple[str, str]
+Before = Callable[[nn.Module], object]
+OVERFLOWS = (7, 15)  # micro-batches
+
+
+class Net(nn.Module):
+    """Two layers, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+def adaptive(net: nn.Module) -> None:
+    """Clip each gradient by the norm of its parameter (AGC)."""
+    for param in net.parameters():
+        if param.grad is not None:
+            most = param.norm().clamp(min=1e-3) * 0.1
+            param.grad.mul_((most / param.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
+
+
+def cancels(net: nn.Module) -> None:
+    """Have one layer stay as it is."""
+    net.get_submodule("first").weight.grad = None  # type: ignore[assignment]
+
+
+def replaces(net: nn.Module) -> None:
+    """Put another tensor in a gradient's place."""
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad = param.grad.sign() * 0.1
+
+
+def counts(net: nn.Module) -> None:
+    """Write to a buffer, a part of another one, and a weight."""
+    net.get_buffer("seen").add_(1.0)
+    net.get_buffer("largest")[1:3].copy_(torch.stack([p.grad.abs().max() for p in net.parameters()])[:2])  # type: ignore[union-attr]
+    net.get_submodule("last").weight.mul_(0.99)  # type: ignore[operator]
+
+
+def noisy(net: nn.Module) -> None:
+    """Add noise to each gradient."""
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad.add_(torch.randn_like(param.grad), alpha=0.01)
+
+
+BEFORE: list[Before] = [adaptive, cancels, replaces, counts, noisy]
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "fused": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True),
+    "behind the graph": lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-2),
+    "several": lambda net: [
+        torch.optim.SGD(net.get_submodule("first").parameters(), lr=0.1, momentum=0.9, fused=True),
+        torch.optim.AdamW(net.get_submodule("last").parameters(), lr=1e-2, fused=True),
+    ],
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    with deterministic(), taped() if request.param[0] == "cpu" else nullcontext():
+        yield request.param
+
+
+def batches(device: str, count: int, overflows: tuple[int, ...] = ()) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(count):
+        x = torch.randn(4, 8, generator=made) * (math.inf if i in overflows else 1.0)
+        found.append((x.to(device), torch.randint(3, (4,), generator=made).to(device)))
+    return found
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def trained(
+    engine: Engine,
+    before: Before,
+    kind: str = "fused",
+    calls: int = 20,
+    overflows: tuple[int, ...] = (),
+    **options: Any,
+) -> tuple[list[Any], ampkit.GraphedStep]:
+    """Return what each call returned, and the state behind it."""
+    device, graph = engine
+    torch.manual_seed(0)
+    net = Net().to(device)
+    optimizer = OPTIMIZERS[kind](net)
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, before_step=before, graph=graph, **options)
+        history = []
+        for x, y in batches(device, calls, overflows):
+            out = step(x, y)
+            state = [training_state(net, each, step.scaler) for each in several]
+            history.append((out.loss, out.grad_norm, out.skipped, torch.tensor(out.stepped), state))
+    return history, step
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("before", BEFORE, ids=lambda before: before.__name__)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_norm": 0.1}, {"policy": "float16", "overflows": OVERFLOWS}, {"accumulate": 2, "max_norm": 0.1}],
+    ids=str,
+)
+def test_replays_leave_the_bits_of_eager_steps(
+    engine: Engine, before: Before, kind: str, options: dict[str, Any]
+) -> None:
+    """G3: what `before_step` does to gradients and tensors is in the graph, whatever the optimizer."""
+    expected, _ = trained((engine[0], "off"), before, kind, **options)
+    history, step = trained(engine, before, kind, **options)
+    assert step.report().failure is None
+    assert step.replays >= 10
+    assert_same(history, expected)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+@pytest.mark.parametrize("before", [adaptive, cancels, replaces], ids=lambda before: before.__name__)
+def test_as_in_a_loop_of_torch(before: Before, graph: str) -> None:
+    """G3: it stands where a loop has it, between `backward` and `clip_grad_norm_`."""
+    found = []
+    for loop in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, before_step=before, graph=graph)
+        for x, y in batches("cpu", 10):
+            if not loop:
+                step(x, y)
+                continue
+            optimizer.zero_grad()
+            loss_fn(net, x, y).backward()
+            with torch.no_grad():
+                before(net)
+            optimizer.step()
+        found.append([bits(param) for param in net.parameters()])
+    assert_same(found[0], found[1])
+
+
+def test_the_norm_is_that_of_the_changed_gradients(engine: Engine) -> None:
+    """G3: clipping and `grad_norm` come behind it."""
+
+    def small(net: nn.Module) -> None:
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad.fill_(0.5)
+
+    history, _ = trained(engine, small, max_norm=10.0)
+    count = sum(param.numel() for param in Net().parameters())
+    assert all(norm == pytest.approx(0.5 * math.sqrt(count)) for _, norm, *_ in history)
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_a_skipped_step_puts_back_what_it_changed(graph: str) -> None:
+    """G3: with a loss scale, buffers and weights are those from before the step that overflowed."""
+    history, _ = trained(("cpu", graph), counts, policy="float16", overflows=OVERFLOWS)
+    for i in OVERFLOWS:
+        assert history[i][2]
+        before, after = (history[j][4][0] for j in (i - 1, i))
+        assert_same(
+            {name: after[name] for name in after if "scale" not in name},
+            {name: before[name] for name in before if "scale" not in name},
+        )
+
+
+@pytest.mark.parametrize("plain", ENGINES)
+@pytest.mark.parametrize("way", ["scan", "window"])
+def test_in_one_launch(plain: Engine, way: str) -> None:
+    """G3: K steps, or the micro-batches of a step, in one launch."""
+    device, graph = plain
+    found = []
+    for one_by_one in (True, False):
+        torch.manual_seed(0)
+        net = Net().to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        accumulate = 4 if way == "window" else 1
+        step = ampkit.graphed_step(
+            loss_fn, net, optimizer, before_step=counts, graph=graph, accumulate=accumulate, max_norm=0.1
+        )
+        data = batches(device, 40)
+        if one_by_one:
+            stepped = [step(x, y).stepped for x, y in data]
+            assert stepped == [(i + 1) % accumulate == 0 for i in range(40)]
+        else:
+            for i in range(0, 40, 4):
+                x, y = (torch.stack(each) for each in zip(*data[i : i + 4], strict=True))
+                out = getattr(step, way)(x, y)
+                assert out.stepped == (True if way == "window" else (True,) * 4)
+        found.append(training_state(net, optimizer, step.scaler))
+    assert_same(found[1], found[0])
+
+
+def test_with_compiled_code(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    """G3: the update stays as it is then, and the report says why."""
+    leave_out_inductor(monkeypatch)
+    expected, _ = trained(("cpu", "off"), adaptive)
+    history, step = trained(("cpu", "emulate"), adaptive, compile="default")
+    assert "before_step" in str(step.report())
+    assert_same([each[0] for each in history], [each[0] for each in expected])
+
+
+@pytest.mark.parametrize("divide", ["accumulate", "actual"])
+def test_the_end_of_a_short_window(engine: Engine, divide: str) -> None:
+    """G3: `flush(divide="actual")` steps on the mean over the micro-batches that there were."""
+    device, graph = engine
+    found = []
+    for loop in (False, True):
+        torch.manual_seed(0)
+        net = Net().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        step = ampkit.graphed_step(loss_fn, net, optimizer, graph=graph, accumulate=4)
+        for _ in range(3):
+            data = batches(device, 6)
+            for i, (x, y) in enumerate(data):
+                if not loop:
+                    out = step(x, y)
+                    assert out.stepped is (i == 3)
+                    continue
+                count = 4 if i < 4 or divide == "accumulate" else 2
+                (loss_fn(net, x, y) / count).backward()
+                if i in (3, 5):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not loop:
+                step.flush(divide=divide)
+        found.append([param.detach() for param in net.parameters()])
+    # Two micro-batches: a half of the sum, or twice a quarter of each. Both are exact.
+    assert_same(found[0], found[1])
+
+
+def test_wrong_use() -> None:
+    """R11: what cannot work is named."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="before_step"):
+        ampkit.graphed_step(loss_fn, net, optimizer, before_step=3)  # type: ignore[arg-type]
+    step = ampkit.graphed_step(loss_fn, net, optimizer, graph="off", accumulate=2)
+    with pytest.raises(ValueError, match="divide"):
+        step.flush(divide="mean")

@@ -101,15 +101,14 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(called)
 
 
-def nothing_was_compiled() -> bool:
-    """Return whether torch.compile was never called in this process."""
+def _nothing_was_compiled() -> bool:
     # The import takes a second, so who needs none makes none. In the midst of an import, there are no parts of it yet.
     return not hasattr(sys.modules.get("torch._dynamo"), "utils")
 
 
 def original_code(code: CodeType) -> CodeType | None:
     """Return the code that dynamo has made this code from; None if it was not made by dynamo."""
-    if nothing_was_compiled():
+    if _nothing_was_compiled():
         return None
     made: CodeType | None = private(sys.modules["torch._dynamo"].utils, "orig_code_map").get(code)
     return made
@@ -122,7 +121,7 @@ def is_compiling() -> bool:
 
 def fail_on_recompile(undo: Undo) -> None:
     """Have torch.compile raise an error instead of compiling, which no capture may contain, until that is undone."""
-    if nothing_was_compiled():
+    if _nothing_was_compiled():
         return
     dynamo = private(torch, "_dynamo").eval_frame
     before = private(dynamo, "_stance")
@@ -138,7 +137,7 @@ def without_compiled_code() -> Iterator[None]:
     Under a dispatch mode that asks for no exception, dynamo gives up every frame that it meets, for good
     (torch/_dynamo/convert_frame.py). In this context it meets none, so compiled code stays compiled afterwards.
     """
-    if nothing_was_compiled():
+    if _nothing_was_compiled():
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -256,7 +255,7 @@ def calls_from_compiled_code(frame: FrameType | None) -> bool:
 
 def forget_compiled_code() -> None:
     """Empty what torch.compile keeps in memory: compiled code, by module and by source. Files stay on the disk."""
-    if nothing_was_compiled():
+    if _nothing_was_compiled():
         return
     torch.compiler.reset()
     inductor = sys.modules.get("torch._inductor.utils")

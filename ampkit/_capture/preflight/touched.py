@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._torch.compile import calls_from_compiled_code
 from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
-from ..._torch.tensors.tensors import storage_address, storage_of
+from ..._torch.tensors.tensors import storage_address
 from ..._user_line import is_users_call, real_frame, running_line, wraps_operations
 from ..host.host_tensors import is_on_host
 
@@ -38,7 +38,6 @@ class Touched:
 
     _known: set[int]
     _device: torch.device
-    _before: Mapping[int, Sequence[weakref.ref[Tensor]]] | None = None  # by address, the tensors that were there
     _made: set[int] = field(default_factory=set)
     # By address, with the user's line that used it first. Numbers of C++ code are such tensors for a moment.
     _on_host: dict[int, tuple[weakref.ref[Tensor], str]] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class Touched:
         for i, address in enumerate(call.given_at):
             tensor = call.given[i]  # which a zip would hold, see `_is_held`
             self.nested = self.nested or tensor.is_nested
-            if self._is_made(tensor, address):
+            if address in self._made:
                 continue
             is_new = is_on_host(tensor, self._device) and address not in self._on_host
             if is_new and is_users_call(real_frame(), wrapped=True):
@@ -76,20 +75,6 @@ class Touched:
                 use.written = True
         self._read |= given.difference(call.written_at)
         self._made |= set(call.made_at) - given
-
-    def _is_made(self, tensor: Tensor, address: int) -> bool:
-        """Return whether a tensor's memory was made in the call, by an operation or unseen.
-
-        Memory of torch's allocators alone is known so: an array of NumPy or of another library can be older.
-        """
-        if address in self._made:
-            return True
-        if not address or self._before is None or any(known() is not None for known in self._before.get(address, ())):
-            return False
-        storage = storage_of(tensor)
-        if storage is not None and storage.resizable():
-            self._made.add(address)
-        return address in self._made
 
     def on_host(self, others: set[int]) -> tuple[list[tuple[Tensor, str]], list[str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..._torch.compile import nothing_was_compiled
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import live_modules, module_tables, parts_of
-from ..._torch.tensors.tensors import is_tensor, live_memory, storage_address
+from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import running_line, wraps_operations
@@ -51,10 +50,7 @@ class Undeclared:
     def watching(self, leaves: Sequence[Any]) -> "Iterator[Touched]":
         """Context for an eager call with these inputs. It yields a function to be called with each operation."""
         self._problems, self._to_adopt, self._loose = [], [], []
-        known = addresses(self._state.tensors().values()) | addresses(tensors_in(leaves))
-        with without_torch_function():
-            before = None if nothing_was_compiled() else live_memory()  # compiled code makes tensors that no mode sees
-        touched = Touched(known, self._device, before)
+        touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
 

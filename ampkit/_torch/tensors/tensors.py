@@ -1,10 +1,8 @@
 """What torch tells of a tensor under private names only, and arithmetic on many tensors in one kernel."""
 
 import functools
-import gc
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
@@ -94,15 +92,6 @@ def storage_address(tensor: Tensor) -> int:
         return 0 if storage is None else _pointer(storage)
     except RuntimeError:  # a nested tensor in the jagged layout has a storage without an address
         return 0
-
-
-def live_memory() -> dict[int, list[weakref.ref[Tensor]]]:
-    """Return all tensors of this process that Python code can have, by the address of their memory."""
-    found: dict[int, list[weakref.ref[Tensor]]] = {}
-    for tensor in gc.get_objects():
-        if is_tensor(tensor) and not torch.nn.parameter.is_lazy(tensor):
-            found.setdefault(storage_address(tensor), []).append(weakref.ref(tensor))
-    return found
 
 
 class Remembered:

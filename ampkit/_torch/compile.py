@@ -13,7 +13,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._undo import Undo, keep_warning_filters, replace
 from .device.kernel_timing import timed_back_to_back
@@ -99,6 +99,36 @@ def noticing_compiled_code() -> Iterator[Callable[[], bool]]:
         _NOTICING[id(called)] = called
         replace(undo, dynamo, "_maybe_set_eval_frame", noticed)
         yield lambda: bool(called)
+
+
+_guards = private(torch._C._dynamo, "guards")
+# What code that Inductor has written allocates memory with, by name there. No dispatch mode sees it.
+_ALLOCATORS = {f"empty_strided_{kind}": private(_guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
+
+
+@contextmanager
+def seeing_allocations_of_compiled_code(note: Callable[[Tensor], object]) -> Iterator[None]:
+    """Context in which `note` is called with each tensor that code of Inductor's allocates."""
+
+    def noting(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(*args: Any) -> Tensor:
+            tensor = allocate(*args)
+            note(tensor)
+            return tensor
+
+        never_compile_by_itself(noted)
+        return noted
+
+    def put(allocators: dict[str, Callable[..., Tensor]]) -> None:
+        for name, allocate in allocators.items():
+            setattr(_guards, f"_{name}", allocate)  # where code that is compiled from now on takes it from
+        for module in [module for name, module in list(sys.modules.items()) if name.startswith(_WRITTEN)]:
+            vars(module).update({name: allocators[name] for name in allocators.keys() & vars(module).keys()})
+
+    with Undo() as undo:
+        undo.note(put, _ALLOCATORS)
+        put({name: noting(allocate) for name, allocate in _ALLOCATORS.items()})
+        yield
 
 
 def _nothing_was_compiled() -> bool:

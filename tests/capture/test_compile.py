@@ -1,8 +1,11 @@
 """Steps with torch.compile, torch.cond or checkpointing: captured, or named; with CUDA graphs of their own: refused."""
 
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -239,3 +242,56 @@ def test_torch_cond_is_a_row_of_explain() -> None:
     """What chooses a branch has no schema; its operations are hidden from modes."""
     explanation = ampkit.explain(Chooses(), torch.randn(4, 3), policy="bfloat16")
     assert "cond" in [row.op for row in explanation.rows]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_memory_that_inductor_allocates(engine: Engine) -> None:
+    """Code of Inductor's makes a tensor that no operation has made. A line that reads it reads nothing of before."""
+    device, graph = engine
+    written = ModuleType("torch._inductor.runtime.compile_tasks.c_of_a_test")
+    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+    vars(written)[f"empty_strided_{device}"] = allocate
+    code = f"import torch\ndef call(): return empty_strided_{device}((3,), (1,), torch.float32)"
+    exec(compile(code, "inductors.py", "exec"), vars(written))
+
+    @ampkit.graphed(modules=(), graph=graph, on_failure="raise")
+    def function(x: Tensor) -> Tensor:
+        return x + torch.zeros_like(written.call())
+
+    with mock.patch.dict(sys.modules, {written.__name__: written}):
+        for i in range(5):
+            assert torch.equal(function(torch.full((3,), float(i), device=device)).cpu(), torch.full((3,), float(i)))
+    assert function.replays == 2
+    assert vars(written)[f"empty_strided_{device}"] is allocate
+    assert getattr(torch._C._dynamo.guards, f"_empty_strided_{device}") is allocate
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_a_compiled_loss_of_a_function(engine: Engine) -> None:
+    """backward reads the loss, which compiled code has made. In a process with older compiled code, too."""
+    device, graph = engine
+
+    def run(graph: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, fused=True)
+        loss_of = torch.compile(lambda x: model(x).square().mean() + 1)
+
+        @ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=graph, on_failure="raise")
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = loss_of(x)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = [step(torch.full((3, 4), i / 8.0, device=device)) for i in range(8)]
+        losses.append(step.scan(torch.full((5, 3, 4), 0.5, device=device)))
+        assert step.report().launches == (graph != "off")
+        return losses
+
+    with deterministic():
+        assert_same(run(graph), run("off"))

@@ -5,10 +5,9 @@ import threading
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness import ENGINES, assert_same, marked_line
+from harness import ENGINES, marked_line
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -382,44 +381,3 @@ def test_an_optimizer_without_its_modules() -> None:
     """modules=() beside an optimizer is refused, as before: it holds parameters of no module."""
     with pytest.raises(ValueError, match="holds 2 parameters of no module in modules"):
         ampkit.graphed(modules=(), optimizers=(sgd(linear("cpu")),))
-
-
-def with_compiled_code(device: str, graph: str, replaces: bool) -> tuple[list[Tensor], Any, str]:
-    """Return the losses of calls of a function with compiled parts, the report, and the warnings."""
-    model, mean = linear(device), linear(device, 1).requires_grad_(False)
-    optimizer, kept = sgd(model), np.empty(1, dtype=object)
-    loss_of = torch.compile(lambda x, target: F.mse_loss(model(x), target))
-    target_of = torch.compile(lambda x: mean(x).square())
-
-    @ampkit.graphed(modules=(model, mean), optimizers=(optimizer,), graph=graph)
-    def step(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = target_of(x) * (kept[0] if replaces else 1.0)
-        optimizer.zero_grad()
-        loss = loss_of(x, target)
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
-        return loss.detach() + target.mean()
-
-    found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x in batches(device, 10):
-            kept[0] = torch.ones(4, device=device)
-            found.append(step(x))
-    return found, step.report(), " ".join(str(each.message) for each in caught)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_compiled_code_makes_is_no_tensor_from_before(engine: Engine, replaces: bool, fresh_dynamo: None) -> None:
-    """G2: no mode sees the buffers of Inductor's code. A tensor that was there before is found beside them."""
-    expected, _, _ = with_compiled_code(engine[0], "off", replaces)
-    found, report, messages = with_compiled_code(*engine, replaces)
-    assert ("has been replaced since" in messages) is replaces
-    assert (report.replays == 0) is replaces, messages
-    assert_same(found, expected)

@@ -76,6 +76,10 @@ class Touched:
         self._read |= given.difference(call.written_at)
         self._made |= set(call.made_at) - given
 
+    def made(self, tensor: Tensor) -> None:
+        """Note memory that no operation has made."""
+        self._made.add(storage_address(tensor))
+
     def on_host(self, others: set[int]) -> tuple[list[tuple[Tensor, str]], list[str]]:
         """Return the tensors on the host that were there before and still are, and were only read, with the lines.
 

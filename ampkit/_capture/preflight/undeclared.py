@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._torch.compile import seeing_allocations_of_compiled_code
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
@@ -64,7 +65,8 @@ class Undeclared:
         with Undo() as undo:
             undo.note(remove_step_hook, on_step)
             register_optimizer_step_pre_hook(on_step)
-            yield touched
+            with seeing_allocations_of_compiled_code(touched.made):
+                yield touched
         with without_torch_function():
             # What optimizers have on the host: learning rates, step counts.
             tables = [table for each in declared for table in (*each.param_groups, *each.state.values())]

@@ -49,7 +49,7 @@ from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
 from .training_step import StepOutput, TrainingStep
-from .window import Window
+from .window import Place, Window
 
 
 def graphed_step(
@@ -313,6 +313,10 @@ class GraphedStep(GraphOwner):
         if self._buckets is not None:
             args, kwargs = self._buckets.pad_batch(args, kwargs)
         return self._turn.call(self._window.run, args, kwargs)
+
+    def _call_at(self, place: Place, *args: Any) -> StepOutput:
+        """Do one micro-batch, for a loop that decides itself where windows end."""
+        return self._turn.call(self._window.run, args, {}, place)
 
     def scan(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Do K calls with one call: `loss_fn` gets the slices 0 to K - 1 of each tensor along its dimension 0.

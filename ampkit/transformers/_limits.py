@@ -1,6 +1,7 @@
 """The trainings that ampkit leaves to the Trainer: why, and what to write instead."""
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from .._arguments import check_choice
+from .._capture.engine.options import Options
+from .._step.compile.compile_choice import COMPILE
 from .._step.graphed_step import graphed_step
 
 # Every private name of transformers and accelerate that is used, with the reason. A test fails if one is gone.
@@ -25,16 +29,21 @@ _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
 def read_options(trainer: Any) -> dict[str, Any]:
-    """Return the options for `graphed_step` that the class sets. Raise a `ValueError` if one is not an option."""
-    options = dict(trainer.graph_options)
+    """Return the options for `graphed_step` that the class sets. Raise a `ValueError` if one of them cannot be."""
+    where, options = f"{type(trainer).__name__}.graph_options", dict(trainer.graph_options)
     keywords = inspect.signature(graphed_step).parameters.values()
     known = [each.name for each in keywords if each.kind is each.KEYWORD_ONLY and each.name not in _OF_TRAINER]
     for name in options:
         if name not in known:
             raise ValueError(
-                f"{type(trainer).__name__}.graph_options has {name!r}: expected some of {', '.join(known)}. What else "
-                "graphed_step takes is told by TrainingArguments."
+                f"{where} has {name!r}: expected some of {', '.join(known)}. What else graphed_step takes is told by "
+                "TrainingArguments."
             )
+    values = {each.name: each.default for each in keywords} | options
+    check_choice(where, "arithmetic", values["arithmetic"], ("ampkit", "torch"))
+    if values["compile"] is not None:
+        check_choice(where, "compile", values["compile"], COMPILE)
+    Options(**{each.name: values[each.name] for each in fields(Options)}).checked(where)
     return options
 
 

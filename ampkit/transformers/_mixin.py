@@ -31,8 +31,9 @@ class GraphedTrainerMixin:
     `on_pre_optimizer_step`, `on_optimizer_step` or `on_substep_end`, nothing is captured.
 
     With `logging_nan_inf_filter`, which is the default, the Trainer waits for each loss to see whether it is finite.
-    Here it is filtered on the device, unless your class has a `training_step` of its own. With a loss scale (fp16), the
-    host waits once per optimizer step to learn whether it was skipped, as the schedule must not be stepped then.
+    Here it is filtered on the device, unless your class has a `training_step` of its own. With a loss scale (fp16) and
+    an optimizer that is not fused, the host waits once per optimizer step to learn whether it was skipped: the schedule
+    is not stepped then.
 
     Attributes:
         graph_options: options of `graphed_step` as a dict, which your class may set: `graph`, `warmup`, `verify`,
@@ -72,7 +73,7 @@ class GraphedTrainerMixin:
         return self._last_report
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Do the part of an optimizer step that belongs to this batch. Return the loss. Sync: none but with fp16."""
+        """Do the part of an optimizer step that belongs to this batch. Return the loss. Sync: see the class."""
         plain: Any = super()
         if self._graphs is None and not self._left_to_trainer:
             self._begin(model, plain.training_step)

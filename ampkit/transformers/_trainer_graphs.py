@@ -12,6 +12,7 @@ from .._errors import AmpkitError
 from .._optimizer.scaler import GradScaler
 from .._step.graphed_step import graphed_step
 from .._step.window import Place
+from .._torch.optimizers import supports_amp_scaling
 from .._undo import Undo
 
 
@@ -101,6 +102,9 @@ class TrainerGraphs:
         # A class with a training_step of its own gets each loss as it is.
         overridden = vars(type(trainer)).get("training_step") or type(trainer).training_step
         self._filters = self._args.logging_nan_inf_filter and overridden.__module__ == __package__ + "._mixin"
+        # accelerate takes a step for one that was not skipped if torch's scaler calls `step`, as it does where the
+        # optimizer skips by itself (fused=True). The Trainer then steps the schedule.
+        self._reads_skipped = own is not None and not supports_amp_scaling(self._optimizer.optimizer)
         self._loss_seen = _KeepsLoss()
         self._optimizer_step = _OptimizerStep(self._optimizer)
         if own is not None:
@@ -152,7 +156,7 @@ class TrainerGraphs:
 
     def _has_stepped(self, grad_norm: Tensor | None, skipped: Tensor) -> None:
         self.grad_norm = grad_norm
-        if self._scaler.is_enabled():
+        if self._reads_skipped:
             self._optimizer._is_overflow = bool(skipped.item())  # sync: the Trainer does not step the schedule then
         self._optimizer_step.done = True
 

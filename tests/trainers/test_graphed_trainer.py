@@ -1,4 +1,4 @@
-"""A Trainer of transformers with `GraphedTrainerMixin` has the bits of the Trainer without it, in all that it trains."""
+"""A Trainer of transformers with `GraphedTrainerMixin` has the bits of the Trainer without it."""
 
 import copy
 import os
@@ -183,11 +183,17 @@ class Scaled(ChangesLoss):
         return loss * torch.where(first % 4 == 0, torch.inf, 1.0)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_loss_scale(engine: Engine) -> None:
-    """Skipped steps leave the schedule where it is, as with the Trainer, which gets its scale back."""
+def test_loss_scale(engine: Engine, optim: str) -> None:
+    """Skipped steps are skipped, and the schedule is where the Trainer has it, which gets its scale back.
+
+    The Trainer leaves the schedule in a skipped step only if the optimizer is not fused.
+    """
     device, graph = engine
-    options = {"lr_scheduler_type": "cosine" if device == "cpu" else "constant", "num_train_epochs": 4}
+    if device == "cuda" and optim == "adamw_torch":
+        pytest.skip("the step is capturable there, and computes its bias correction in float32")
+    options = {"lr_scheduler_type": "cosine" if device == "cpu" else "constant", "num_train_epochs": 4, "optim": optim}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*lr_scheduler.step")  # of the Trainer alone, whose first step is skipped
         plain, expected = trained(Scaled, device, **options)

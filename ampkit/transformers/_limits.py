@@ -23,7 +23,17 @@ PRIVATE_NAMES = {
     "Trainer._prepare_context_parallel_inputs": "it does nothing without context parallelism, which is refused",
     "AcceleratedOptimizer._is_overflow": "whether the last step was skipped, for the schedule",
 }
-_OF_TRAINER = ("policy", "scaler", "max_norm", "accumulate", "scheduler", "buckets", "after_step", "numerics")
+_OF_TRAINER = (
+    "policy",
+    "scaler",
+    "max_norm",
+    "accumulate",
+    "scheduler",
+    "buckets",
+    "before_step",
+    "after_step",
+    "numerics",
+)
 _OF_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 

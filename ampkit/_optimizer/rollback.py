@@ -253,7 +253,7 @@ class _StepWatch(WatchingMode):
         return result
 
 
-class Backup(WatchingMode):
+class WrittenBackup(WatchingMode):
     """Context that copies memory from before it in front of the first operation that writes to it.
 
     Args:

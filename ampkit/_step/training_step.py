@@ -16,7 +16,7 @@ from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
 from .._optimizer.device_step import Prepared, can_be_prepared
 from .._optimizer.param_groups import CapturableGroups
-from .._optimizer.rollback import Backup
+from .._optimizer.rollback import WrittenBackup
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import gradients, parameters, torch_class
 from .._precision.policy import Policy
@@ -414,7 +414,7 @@ class TrainingStep:
                 nn.utils.clip_grad_value_(parameters(optimizer), self._max_value)
         if self._before_step is None:
             return
-        backup = None if overflow is None else Backup(gradients(*self._optimizers))
+        backup = None if overflow is None else WrittenBackup(gradients(*self._optimizers))
         with torch.no_grad(), nullcontext() if backup is None else backup:
             self._before_step(self._model)
         if backup is not None and overflow is not None:

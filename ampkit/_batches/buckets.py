@@ -1,10 +1,10 @@
 """Padding: batches of varying shapes become batches of a few shapes, with a mask that says what is not padding."""
 
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .._text import dtype_name
 from .._torch.tensors.tree import TreeSpec, tree_unflatten
 
 FillByPath = tuple[tuple[str, float], ...]
+Sizes = tuple[int, ...]  # of a batch: (B,), with `length` (B, L)
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,19 @@ class Buckets:
     bucket, so that only the last batch of an epoch is padded. Attention needs the mask of `length` as its key padding
     mask. Dropout draws other random numbers than without padding.
 
+    With "auto", `graphed_step` chooses the sizes from the batches that it gets, see there.
+
     Args:
-        batch: sizes of dimension 0, such as (16, 32, 64).
-        length: sizes of dimension 1, such as (128, 256); None leaves dimension 1 alone.
+        batch: sizes of dimension 0, such as (16, 32, 64), or "auto".
+        length: sizes of dimension 1, such as (128, 256); None leaves dimension 1 alone. "auto" if `batch` is "auto".
         pad: the number that fills the padding, for all tensors or, in a dict, by the path of a tensor:
             `{"batch[1]": -100}` for the second positional argument, `{"batch['labels']": -100}` for a keyword. Tensors
             that it does not name get 0.
         mask: the keyword by which `loss_fn` gets the mask.
 
     Attributes:
-        batch: the sizes, ascending.
-        length: the sizes, ascending, or None.
+        batch: the sizes, ascending, or "auto".
+        length: the sizes, ascending, or None, or "auto".
         pad: the number, or sorted pairs of path and number; `dict(buckets.pad)` is a dict.
         mask: the keyword.
 
@@ -56,15 +59,21 @@ class Buckets:
         ValueError: an argument that cannot work; the message says what to pass.
     """
 
-    batch: tuple[int, ...]
-    length: tuple[int, ...] | None = None
+    batch: tuple[int, ...] | Literal["auto"]
+    length: tuple[int, ...] | Literal["auto"] | None = None
     pad: float | Mapping[str, float] | FillByPath = 0
     mask: str = "mask"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batch", _read_sizes("batch", self.batch))
-        if self.length is not None:
-            object.__setattr__(self, "length", _read_sizes("length", self.length))
+        if is_auto(self.length) and not is_auto(self.batch):
+            raise wrong("Buckets", "batch", self.batch, "'auto', because sizes are chosen for both dimensions together")
+        if is_auto(self.batch):
+            if not (self.length is None or is_auto(self.length)):
+                raise wrong("Buckets", "length", self.length, "'auto' or None, as batch is 'auto'")
+        else:
+            object.__setattr__(self, "batch", _read_sizes("batch", self.batch))
+            if self.length is not None:
+                object.__setattr__(self, "length", _read_sizes("length", self.length))
         if not isinstance(self.pad, (int, float)):
             pairs = listed(self.pad.items() if isinstance(self.pad, Mapping) else self.pad)
             tuples = [] if pairs is None else [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
@@ -84,7 +93,8 @@ class Buckets:
         in dimension 1 is padded there. Nothing but the size decides this, so a tensor that is not per sample, such as
         class weights, must not be in the batch: use it in `loss_fn` directly.
 
-        If a batch is larger than the largest bucket, in either dimension, it is not padded and its mask is all True.
+        If a batch is larger than the largest bucket, in either dimension, it is not padded and its mask is all True. So
+        is each batch with "auto": only the step that chooses the sizes knows them.
 
         Args:
             args: positional arguments of a step, trees of tensors and constants.
@@ -98,60 +108,89 @@ class Buckets:
         Sync: none. Aliasing: padded tensors, and those with gaps in memory (`tokens[:, :-1]`), are copies without gaps
         in the same order of dimensions (channels_last stays so); all others are the caller's.
         """
-        if self.mask in kwargs:
+        return padded(self, args, kwargs, partial(smallest_bucket, self))
+
+
+def text(sizes: Sizes) -> str:
+    """Return `32x128` for a batch of 32 samples of 128 tokens."""
+    return "x".join(map(str, sizes))
+
+
+def is_auto(sizes: object) -> bool:
+    """Return whether these sizes of `Buckets` are to be chosen."""
+    return isinstance(sizes, str) and sizes == "auto"
+
+
+def smallest_bucket(buckets: Buckets, real: Sizes) -> Sizes:
+    """Return the sizes that a batch of these sizes is padded to: the same if no bucket holds it, or with "auto"."""
+    if isinstance(buckets.batch, str) or isinstance(buckets.length, str):
+        return real
+    allowed = (buckets.batch,) if buckets.length is None else (buckets.batch, buckets.length)
+    fitting = [[each for each in sizes if each >= size] for sizes, size in zip(allowed, real, strict=True)]
+    return tuple(sizes[0] for sizes in fitting) if all(fitting) else real  # sizes ascend
+
+
+def padded(
+    buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], fitting: Callable[[Sizes], Sizes]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch padded to the sizes that `fitting` returns for its own, see `Buckets.pad_batch`."""
+    if buckets.mask in kwargs:
+        raise InputMismatch(
+            f"Buckets: batch[{buckets.mask!r}] is there already, and the mask of real samples would replace it. "
+            f"Give the mask another name: Buckets(mask='real')."
+        )
+    leaves, tree = flatten(args, kwargs)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            check_plain(leaf, tree, i)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    real: Sizes = ()
+    for dim in range(1 if buckets.length is None else 2):
+        size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), None)
+        if size is None:
             raise InputMismatch(
-                f"Buckets: batch[{self.mask!r}] is there already, and the mask of real samples would replace it. "
-                f"Give the mask another name: Buckets(mask='real')."
+                f"Buckets({'length' if dim else 'batch'}=...): the batch has no tensor of {dim + 1} or more "
+                f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
             )
-        leaves, tree = flatten(args, kwargs)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                check_plain(leaf, tree, i)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        allowed = (self.batch,) if self.length is None else (self.batch, self.length)
-        real: tuple[int, ...] = ()  # the sizes of this batch: (B,) or (B, L)
-        for dim in range(len(allowed)):
-            size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), None)
-            if size is None:
-                raise InputMismatch(
-                    f"Buckets({'length' if dim else 'batch'}=...): the batch has no tensor of {dim + 1} or more "
-                    f"dimensions to pad. Pass one{', or length=None' if dim else ', or no buckets'}."
-                )
-            real += (size,)
-        fitting = [[each for each in sizes if each >= size] for sizes, size in zip(allowed, real, strict=True)]
-        bucket = tuple(sizes[0] for sizes in fitting) if all(fitting) else real  # sizes ascend
-        for i, (leaf, fill) in enumerate(zip(leaves, _fill_of_each_leaf(self.pad, tree), strict=True)):
-            leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
-        args, kwargs = tree_unflatten(leaves, tree)
-        device = next(tensor.device for tensor in tensors if tensor.dim())
-        mask = torch.zeros(bucket, dtype=torch.bool, device=device)
-        mask[tuple(slice(size) for size in real)].fill_(True)
-        return args, {**kwargs, self.mask: mask}
+        real += (size,)
+    bucket = fitting(real)
+    for i, (leaf, fill) in enumerate(zip(leaves, fill_of_each_leaf(buckets.pad, tree), strict=True)):
+        leaves[i] = _leaf_in_bucket(leaf, real, bucket, fill, tree, i)
+    args, kwargs = tree_unflatten(leaves, tree)
+    device = next(tensor.device for tensor in tensors if tensor.dim())
+    mask = torch.zeros(bucket, dtype=torch.bool, device=device)
+    mask[tuple(slice(size) for size in real)].fill_(True)
+    return args, {**kwargs, buckets.mask: mask}
 
 
 def pad_stack(
-    buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+    buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, fitting: Callable[[Sizes], Sizes]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a stack of `count` batches, in which each slice along dimension 0 is what `pad_batch` makes of that slice.
+    """Return a stack of `count` batches, in which each slice along dimension 0 is what `padded` makes of that slice.
 
     Errors and aliasing are those of `Buckets.pad_batch`. Sync: none.
     """
     leaves, tree = flatten(args, kwargs)
-    first, named = tree_unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
-    first, named = buckets.pad_batch(first, named)
+    first, named = padded(buckets, *first_slice(leaves, tree), fitting)
     mask = named.pop(buckets.mask)
-    fills = _fill_of_each_leaf(buckets.pad, tree)
-    for i, (stack, padded, fill) in enumerate(zip(leaves, flatten(first, named)[0], fills, strict=True)):
-        # Each slice gets the layout of `padded`, which is the first one, padded.
-        if not isinstance(stack, Tensor) or (stack.shape[1:], stack.stride()[1:]) == (padded.shape, padded.stride()):
+    fills = fill_of_each_leaf(buckets.pad, tree)
+    for i, (stack, one, fill) in enumerate(zip(leaves, flatten(first, named)[0], fills, strict=True)):
+        # Each slice gets the layout of `one`, which is the first one, padded.
+        if not isinstance(stack, Tensor) or (stack.shape[1:], stack.stride()[1:]) == (one.shape, one.stride()):
             continue
         if stack.stride(0) == 0:  # all slices are one tensor
-            leaves[i] = padded.expand(count, *padded.shape)
+            leaves[i] = one.expand(count, *one.shape)
         else:
-            strides = (max(1, padded.numel()), *padded.stride())
-            leaves[i] = _copied_into(stack, (count, *padded.shape), strides, fill)
+            strides = (max(1, one.numel()), *one.stride())
+            leaves[i] = _copied_into(stack, (count, *one.shape), strides, fill)
     args, kwargs = tree_unflatten(leaves, tree)
     return args, {**kwargs, buckets.mask: mask.expand(count, *mask.shape)}
+
+
+def first_slice(leaves: Sequence[Any], tree: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the first batch of a stack. Aliasing: views."""
+    args, kwargs = tree_unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+    return args, kwargs
 
 
 def _leaf_in_bucket(
@@ -205,7 +244,7 @@ def _copied_into(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 @lru_cache(maxsize=256)  # all batches of a loader have one tree, and to write its paths takes longer than to pad
-def _fill_of_each_leaf(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
+def fill_of_each_leaf(pad: float | FillByPath, tree: TreeSpec) -> tuple[float, ...]:
     """Return the number to pad with for each leaf of a batch."""
     if not isinstance(pad, tuple):
         return (pad,) * tree.num_leaves

@@ -142,6 +142,15 @@ def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool) -> bool
     return arithmetic == "torch"
 
 
+def read_buckets(buckets: object) -> Buckets | None:
+    """Return how batches are padded. Raise a `ValueError` if it cannot be told."""
+    if isinstance(buckets, str) and buckets == "auto":
+        return Buckets("auto", "auto")
+    if buckets is None or isinstance(buckets, Buckets):
+        return buckets
+    raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)), 'auto' or None")
+
+
 def hint_at_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
     """Warn where a line makes a second step of a model, an optimizer and a loss, as in a function for one epoch."""
     made = _made.setdefault(model, set())
@@ -169,8 +178,6 @@ def check_kinds(
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if before_step is not None:
         check_callable("graphed_step", "before_step", before_step, "a function of the model, or None")
-    if buckets is not None and not isinstance(buckets, Buckets):
-        raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)) or None")
     if isinstance(buckets, Buckets):
         mask = buckets.mask
         try:

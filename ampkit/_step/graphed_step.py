@@ -1,6 +1,6 @@
 """`graphed_step`: the training step that a user calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .._arguments import check_choice, read_positive
 from .._batches.buckets import Buckets
+from .._batches.leaks import PaddingCheck
+from .._batches.padding import Padding
 from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
 from .._capture.engine.session import Session
@@ -32,6 +34,7 @@ from .arguments import (
     device_of,
     hint_at_one_step,
     is_torchs,
+    read_buckets,
     read_optimizers,
     read_scaler,
     read_schedulers,
@@ -48,7 +51,7 @@ from .optimizer_place import can_read_rates, place_of
 from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
-from .training_step import StepOutput, TrainingStep
+from .training_step import Phase, StepOutput, TrainingStep
 from .window import Place, Window
 
 
@@ -62,7 +65,7 @@ def graphed_step(
     max_norm: float | None = None,
     accumulate: int = 1,
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
-    buckets: Buckets | None = None,
+    buckets: Buckets | str | None = None,
     warmup: int = 3,
     before_step: Callable[[nn.Module], object] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
@@ -114,7 +117,12 @@ def graphed_step(
         scheduler: stepped once per optimizer step, skipped or not; or a list, such as one per optimizer. It changes
             `group["lr"]`, which stays a float. The step reads the rate from a tensor on the device, which is float32
             on CUDA.
-        buckets: sizes to pad batches to, see `Buckets`.
+        buckets: sizes to pad batches to, see `Buckets`; or "auto", which is `Buckets("auto", "auto")`. Then the first
+            200 batches stay as they are, in eager calls, and at most six sizes are chosen from theirs: as few as make
+            15% more tokens at most. `choose_buckets` chooses them ahead of the first call, `report` has them, and
+            `state_dict` keeps them. A later batch that is larger is never cut, see docs/capture.md. With one process, a
+            loss that sees the padding is refused before the first batch that is padded: `loss_fn` runs up to seven
+            times more in that call.
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
             steps like any other. One of the first is checked for what cannot be captured. The last one is recorded,
             and the capture must record the same operations.
@@ -200,7 +208,7 @@ def graphed_step(
         host_writes=host_writes,
         cuts=cuts,
     ).checked("graphed_step")
-    check_kinds(model, loss_fn, accumulate, buckets, numerics, before_step)
+    check_kinds(model, loss_fn, accumulate, buckets := read_buckets(buckets), numerics, before_step)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
@@ -243,7 +251,10 @@ def graphed_step(
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = session_of(step, state, model, options, "graphed_step", compile=compile, blocker=blocker)
-    return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, buckets)
+    padding = None
+    if buckets is not None:
+        padding = Padding(buckets, ranks, PaddingCheck(buckets, step.loss, model, generators))
+    return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, padding)
 
 
 class GraphedStep(GraphOwner):
@@ -265,13 +276,14 @@ class GraphedStep(GraphOwner):
         optimizers: Sequence[torch.optim.Optimizer],
         accumulate: int,
         schedulers: Sequence[Scheduler],
-        buckets: Buckets | None,
+        padding: Padding | None,
     ) -> None:
         self._scaler = step.scaler
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
-        call = partial(step.gathered, engine) if step.ranks.sharded else engine
+        call = engine if padding is None else partial(_with_or_without_graph, engine, step, padding)
+        call = partial(step.gathered, call) if step.ranks.sharded else call
         schedules = [Schedule(scheduler) for scheduler in schedulers]
 
         def after() -> None:
@@ -280,9 +292,9 @@ class GraphedStep(GraphOwner):
 
         self._window = Window(call, engine.run, step, accumulate, after if schedules else None)
         slices = Slices(self._window, accumulate)
-        self._scan = Scan(engine, step, slices, optimizers, schedules, buckets)
-        self._whole_window = WholeWindow(engine, step, slices, buckets)
-        self._buckets = buckets
+        self._scan = Scan(engine, step, slices, optimizers, schedules, padding)
+        self._whole_window = WholeWindow(engine, step, slices, padding)
+        self._padding = padding
         self._metrics = StepMetrics(engine, step.scaler, Clock(step.device if step.device.type == "cuda" else None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -310,9 +322,11 @@ class GraphedStep(GraphOwner):
         outputs belong to the caller. What `loss_fn` returns is copied tensor by tensor, in eager calls too. So a view
         of an input, or of another output, is returned as a tensor of its own.
         """
-        if self._buckets is not None:
-            args, kwargs = self._buckets.pad_batch(args, kwargs)
-        return self._turn.call(self._window.run, args, kwargs)
+        return self._turn.call(self._window.run if self._padding is None else self._run_padded, args, kwargs)
+
+    def _run_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        assert self._padding is not None  # or there is nothing to pad
+        return self._window.run(*self._padding.batch(args, kwargs))
 
     def _call_at(self, place: Place, *args: Any) -> StepOutput:
         """Do one micro-batch, for a loop that decides itself where windows end."""
@@ -420,7 +434,47 @@ class GraphedStep(GraphOwner):
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
-        return replace(self._engine.report(self.skipped), **self._compiled())
+        padding = () if self._padding is None else self._padding.report()
+        return replace(self._engine.report(self.skipped), padding=padding, **self._compiled())
+
+    def choose_buckets(self, batches: Iterable[Any]) -> None:
+        """With `buckets="auto"`, choose the sizes now, from batches such as those of a loader, in place of watching.
+
+        Reads 200 batches at most. The items of a tuple or list are taken as arguments of the step, those of a dict as
+        keyword arguments. Nothing is computed, so they may be on any device. The random numbers of torch's default
+        generator, of Python and of numpy are put back. With several ranks, all must call it, and get rank 0's sizes.
+
+        Args:
+            batches: any iterable, such as the `DataLoader` of the loop. A loop over it begins anew, but a generator
+                object, and a loader with a generator of its own, go on where this has left them.
+
+        Raises:
+            ValueError: the step has no `buckets="auto"`, or there are fewer than 8 batches.
+            InputMismatch: a batch cannot be padded, see `Buckets.pad_batch`.
+
+        Sync: waits for other ranks.
+        """
+        if self._padding is None:
+            raise ValueError("choose_buckets: the step pads nothing. Make it with graphed_step(..., buckets='auto').")
+        self._turn.call(self._padding.look_ahead, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of the step outlives it, in dicts, lists and numbers, beside model, optimizer, scaler and
+        scheduler, which have a `state_dict` of their own: with `buckets="auto"` the sizes of batches. Sync: none.
+        """
+        return {} if self._padding is None else {"buckets": self._padding.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on to pad as the step did that `state_dict` is of. With several ranks, all must load it.
+
+        Raises:
+            ValueError: it is of a step whose batches were padded in another way.
+        """
+        state = state_dict.get("buckets", {})
+        if self._padding is not None:
+            self._padding.load_state_dict(state)
+        elif state:
+            raise ValueError("load_state_dict: the state is of a step with buckets='auto', and this one pads nothing.")
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
@@ -456,6 +510,15 @@ class GraphedStep(GraphOwner):
         """How many optimizer steps were skipped. Waits for the device."""
         skipped = self._scaler.skipped
         return 0 if skipped is None else int(skipped.item())  # sync
+
+
+def _with_or_without_graph(
+    engine: Engine, step: TrainingStep, padding: Padding, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
+) -> Any:
+    """Do the part of a step that belongs to the batch that was padded last."""
+    if padding.why_eager:
+        return engine.without_graph(padding.why_eager, step.plain, args, kwargs, phase)
+    return engine(args, kwargs, phase)
 
 
 def session_of(

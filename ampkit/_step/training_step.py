@@ -206,6 +206,16 @@ class TrainingStep:
         """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""
         return self._run(phase, args, kwargs, nullcontext(), steps=False)
 
+    def plain(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the part of a step that belongs to one micro-batch, with nothing compiled."""
+        return TrainingStep.__call__(self, phase, *args, **kwargs)
+
+    def loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the loss of a batch, of which no gradients are made."""
+        with nullcontext() if self._state is None else self._state.carrying():
+            torch.clear_autocast_cache()
+            return self._forward(args, kwargs)[0].detach()
+
     def compiled(self) -> dict[str, Any]:
         """Return the fields of the report that say what was compiled."""
         return {}

@@ -550,6 +550,13 @@ SOUND = {
             batches = [(torch.randn(n, 8),) for n in (8, 5)]
             return loss, model, sgd(model), batches, {"buckets": Buckets(batch=(8,))}
         """,
+    "shapes that a step makes equal": """
+        def training():
+            model = net()
+            loss = lambda model, x, mask: (model(x).square() * mask[:, :1]).sum() / mask[:, 0].sum()
+            batches = [(torch.randn(n, 8),) for n in (8, 5)]
+            return loss, model, sgd(model), batches, {"buckets": "auto"}
+        """,
     "an optimizer's maker, keyword arguments, what bench takes": """
         def training():
             batches = [{"x": x, "y": y} for x, y in data()]

@@ -136,6 +136,23 @@ class Engine:
             eager, spec, args, kwargs, leaves, lambda: may_change(self._state, self._layout(key).writes)
         )
 
+    def without_graph(
+        self, reason: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], phase: Hashable
+    ) -> Any:
+        """Return what `fn` returns, in tensors of its own: called eagerly for a reason, and no step of a warm-up.
+
+        To be called in place of this engine, in the same turn. Several ranks make such a call together.
+        """
+        if self._verifies:
+            self._comparisons.count()
+        spec, leaves = self._reader.spec_and_leaves(args, kwargs)
+        fn = seeing_capture(fn, self._session.options.capturing is True)
+
+        def eager(args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
+            return self._eager.run(self._fallback.refused or reason, lambda: fn(phase, *args, **kwargs))
+
+        return call_aligned(eager, spec, args, kwargs, leaves, partial(may_change, self._state, None))
+
     def _of_all_ranks(self, key: Key) -> Key:
         """Return the key of a call, which stands for what the other ranks decide, too, if all know what it leads to."""
         decided = key.outcomes, key.answers

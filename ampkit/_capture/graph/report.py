@@ -69,6 +69,7 @@ class Report:
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
         constants: the values of the host that graphs hold, see `GraphedStep.constants`.
+        padding: in words, to which sizes batches are padded, and what it costs; empty without `buckets="auto"`.
     """
 
     graphs: int
@@ -97,6 +98,7 @@ class Report:
     split: tuple[str, ...] = ()
     emulated: bool = False
     constants: tuple[Any, ...] = ()
+    padding: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -139,7 +141,8 @@ class Report:
         said = [f"not in parts: {line.partition(NOR_IN_PARTS)[2]}" for line in (self.failure or "").splitlines()]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
-        return "\n".join([head, *times, *graphs, *reasons, *compiled, *failure])
+        padding = [f"  {line}" for line in self.padding]
+        return "\n".join([head, *times, *graphs, *padding, *reasons, *compiled, *failure])
 
     def _times(self) -> str:
         """Return what a replay takes and has saved."""

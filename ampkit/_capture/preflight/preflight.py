@@ -324,7 +324,7 @@ class Preflight(WatchingMode):
         # LIFT_FRESH is dispatched after its work was done, so that its time says nothing.
         if problems and not (problems[0].graph_only or op is LIFT_FRESH):
             self._spent(keys[0], seconds)
-        for observer in self._observers if hasattr(op, "overloadpacket") else ():
+        for observer in self._observers:
             observer(call)
         return result
 

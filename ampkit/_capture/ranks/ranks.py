@@ -237,6 +237,25 @@ class Ranks:
         """Return whether every rank says yes, in a call in which all of them ask. Waits for the device."""
         return self._all(yes)[0] if self.several else yes
 
+    def of_first(self, value: Any) -> Any:
+        """Return the value that the first rank gives, in a call in which all of them give one.
+
+        Raises:
+            AmpkitError: another rank is gone.
+
+        Sync: waits for the device, if there are other ranks.
+        """
+        if not self.several:
+            return value
+        self._begin_call()
+        given = [value]
+        for group in self._groups():  # that of the first rank in the first group, then of the first of these
+            torch.distributed.broadcast_object_list(
+                given, torch.distributed.get_global_rank(group, 0), group=group, device=self._device
+            )
+        self._raise_if_lost()
+        return given[0]
+
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for group in self._groups():  # the least of the first group's ranks, then the least of these

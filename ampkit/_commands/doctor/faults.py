@@ -82,6 +82,8 @@ def shape_faults(trial: Trial) -> Iterator[Fault]:
     loader, origins = trial.subject.batches, trial.subject.origins
     advice = "Drop the short batch (DataLoader(..., drop_last=True)), or pad to a few sizes (buckets=ampkit.Buckets)."
     (usual, _), *others = Counter(trial.specs).most_common()
+    if trial.chooses_sizes:
+        return
     if others:
         odd, spec = next((i, spec) for i, spec in enumerate(trial.specs) if spec != usual)
         if usual.tree != spec.tree:

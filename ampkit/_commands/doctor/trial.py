@@ -8,7 +8,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..._batches.buckets import is_auto
 from ..._batches.prefetch import prefetch
 from ..._capture.graph.report import Report
 from ..._capture.keys.inputs import Spec, read_batch
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
+from ..._step.arguments import read_buckets
 from ..._step.graphed_step import GraphedStep, graphed_step
 from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
@@ -109,6 +111,12 @@ class Trial:
     """
 
     def __init__(self, subject: Subject) -> None:
+        buckets = read_buckets(subject.options.get("buckets"))
+        self.chooses_sizes = buckets is not None and is_auto(buckets.batch)
+        if buckets is not None and self.chooses_sizes:
+            # It would watch all calls of a trial. No bucket of 1 holds a batch, so that these stay as they come.
+            ones = replace(buckets, batch=(1,), length=None if buckets.length is None else (1,))
+            subject = replace(subject, options={**subject.options, "buckets": ones})
         self.subject = subject
         self.step = subject.step(graph="off")
         self.why_apart = why_not_capturable(subject.optimizer)  # why it cannot be captured, "" if it can

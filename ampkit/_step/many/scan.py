@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._batches.buckets import Buckets
+from ..._batches.padding import Padding
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
@@ -30,7 +30,7 @@ MOST = 16  # calls per launch; a window of micro-batches that begins within thes
 class Scan:
     """Does the calls of a stack: as many as possible in graphs of several steps, the others one by one.
 
-    The inputs of each call are padded to one of the buckets, if any.
+    The inputs of each call are padded, if the step pads.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Scan:
         slices: Slices,
         optimizers: Sequence[torch.optim.Optimizer],
         schedules: Sequence[Schedule],
-        buckets: Buckets | None,
+        padding: Padding | None,
     ) -> None:
-        self._engine, self._step, self._buckets = engine, step, buckets
+        self._engine, self._step, self._padding = engine, step, padding
         self._slices, self._window, self._size = slices, slices.window, slices.size
         schedule = self._schedule = next(iter(schedules), None)
         self._groups = optimizers[0]
@@ -58,7 +58,7 @@ class Scan:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
-        stack = Stack(args, kwargs, self._step.device, SCAN, self._buckets)
+        stack = Stack(args, kwargs, self._step.device, SCAN, self._padding)
         self._warming = False
 
         def launched(start: int) -> tuple[int, StackedOutputs] | None:
@@ -71,6 +71,8 @@ class Scan:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""
         windows = min(self._lengths[-1], (stack.count - start) // self._size)
         if not self._may_launch or self._window.count or windows not in self._lengths:
+            return None
+        if self._padding is not None and self._padding.why_eager:
             return None
         number = self._engine.settings_number()
         if self._step.place.behind or not (self._schedule is None or self._step.groups.read_tensors()):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._batches.buckets import Buckets, pad_stack
+from ..._batches.padding import Padding
 from ..._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
 from ..._errors import InputMismatch
 from ..._text import dtype_name
@@ -48,7 +48,7 @@ class Stack:
         kwargs: dict[str, Any],
         device: torch.device,
         words: Words,
-        buckets: Buckets | None = None,
+        padding: Padding | None = None,
     ) -> None:
         self.leaves, self.tree = flatten(args, kwargs)
         place = -1  # of the first tensor
@@ -81,8 +81,8 @@ class Stack:
         self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
         if not self.count:
             raise InputMismatch(f"{words.method}: {self.shown}, which is for 0 {words.many}. Pass at least one.")
-        if buckets is not None:
-            self.leaves, self.tree = flatten(*pad_stack(buckets, args, kwargs, self.count))
+        if padding is not None:
+            self.leaves, self.tree = flatten(*padding.stack(args, kwargs, self.count))
         first, named = sliced(self.leaves, self.tree, 0)
         self.spec, _ = read_batch(first, named, device)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..._batches.buckets import Buckets
+from ..._batches.padding import Padding
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
@@ -26,12 +26,12 @@ _ONE = range(1, 2)  # how many windows a graph may do
 
 @dataclass(frozen=True, eq=False)
 class WholeWindow:
-    """Does the calls of a window that it is given as a stack, each micro-batch padded to one of the buckets, if any."""
+    """Does the calls of a window that it is given as a stack, each micro-batch padded, if the step pads."""
 
     _engine: Engine
     _step: TrainingStep
     _slices: Slices
-    _buckets: Buckets | None
+    _padding: Padding | None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the micro-batches of a stack and the optimizer step behind them; return the outputs as one."""
@@ -41,7 +41,7 @@ class WholeWindow:
                 f"window: {done} of {size} micro-batches of an optimizer step were given to step(...) already. Give it "
                 f"the other {size - done}, or call step.flush(), before step.window(...)."
             )
-        stack = Stack(args, kwargs, self._step.device, WORDS, self._buckets)
+        stack = Stack(args, kwargs, self._step.device, WORDS, self._padding)
         if stack.count > size:
             raise ValueError(
                 f"window: {stack.shown}, which is for {stack.count} micro-batches, but an optimizer step has "
@@ -50,7 +50,9 @@ class WholeWindow:
             )
         with Undo() as undo:
             undo.note(window.drop)  # an error or an interrupt ends the window
-            out = self._launched(stack) if stack.count == size > 1 else self._one_by_one(stack)
+            eager = self._padding is not None and bool(self._padding.why_eager)  # on all ranks
+            whole = stack.count == size > 1 and not eager
+            out = self._launched(stack) if whole else self._one_by_one(stack)
             undo.forget()
         return out
 

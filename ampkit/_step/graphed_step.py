@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_choice, read_positive
+from .._arguments import check_at_least, check_choice, read_positive
 from .._batches.buckets import Buckets
 from .._batches.leaks import PaddingCheck
 from .._batches.padding import Padding
@@ -69,6 +69,7 @@ def graphed_step(
     warmup: int = 3,
     before_step: Callable[[nn.Module], object] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
+    after_every: int = 1,
     verify: int | str = 0,
     numerics: Observer | None = None,
     on_failure: str = "parts",
@@ -121,7 +122,7 @@ def graphed_step(
             200 batches stay as they are, in eager calls, and at most six sizes are chosen from theirs: as few as make
             15% more tokens at most. `choose_buckets` chooses them ahead of the first call, `report` has them, and
             `state_dict` keeps them. A later batch that is larger is never cut, see docs/capture.md. With one process, a
-            loss that sees the padding is refused before the first batch that is padded: `loss_fn` runs up to seven
+            loss that sees the padding is refused before the first batch that is padded: `loss_fn` runs up to eight
             times more in that call.
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training
             steps like any other. One of the first is checked for what cannot be captured. The last one is recorded,
@@ -132,6 +133,9 @@ def graphed_step(
             back. With `accumulate` it sees the gradients of the whole window.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
             of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
+        after_every: call `after_step` behind each `after_every`th optimizer step that this object does, skipped ones
+            counted. Steps with and without it have graphs of their own; `scan` and `window` make their calls one by
+            one then.
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state; or "sparse":
             the first replay of each graph, and then one in the 16th, 256th, 4096th and each 50,000th call. If they
             differ, the message names the tensor, and training goes on eagerly (or an error is raised). A comparison
@@ -231,6 +235,7 @@ def graphed_step(
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
     not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
+    check_at_least("graphed_step", "after_every", after_every, 1, "the number of optimizer steps")
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
@@ -241,6 +246,7 @@ def graphed_step(
         max_norm=max_norm,
         accumulate=accumulate,
         before_step=before_step,
+        after_every=after_every,
         after_step=follow_up,
         ranks=ranks,
         device=device,

@@ -74,6 +74,7 @@ class Phase(NamedTuple):
     last: bool  # whether the call has the last micro-batch of its window, so that the optimizer steps in it
     accumulated: tuple[int, ...]  # numbers of the parameters with a gradient from earlier micro-batches of the window
     observed: bool = False  # whether an observer measures in the call. Graphs of other calls are without its kernels
+    follows: bool = True  # whether `after_step` is called in it
     others: tuple[Part, ...] = ()  # what else decides which graph may serve the call
 
     @property
@@ -82,7 +83,9 @@ class Phase(NamedTuple):
         place = "" if self.last and not self.accumulated else "last" if self.last else "a middle"
         place = "first" if not (self.last or self.accumulated) else place
         micro_batch = f"{place} micro-batch" if place else ""
-        return ", ".join(filter(None, (micro_batch, "with numerics" * self.observed)))
+        return ", ".join(
+            filter(None, (micro_batch, "with numerics" * self.observed, "no after_step" * (not self.follows)))
+        )
 
     def parts(self) -> list[Part]:
         """Return what messages name if it varies from call to call: `last` and `observed` have two values only."""
@@ -126,6 +129,7 @@ class TrainingStep:
         accumulate: int,
         after_step: Callable[[nn.Module], object] | None,
         before_step: Callable[[nn.Module], object] | None = None,
+        after_every: int = 1,
         ranks: Ranks,
         device: torch.device,
         capturable: Sequence[bool],
@@ -139,6 +143,7 @@ class TrainingStep:
         self._optimizers, self._optimizer = tuple(optimizers), optimizers[0]
         self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
         self._before_step, self._after_step = before_step, after_step
+        self.after_every: int = after_every  # optimizer steps
         self._around, self._apart = around, apart
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
@@ -297,20 +302,14 @@ class TrainingStep:
                     prepare = self.scaler.prepare_apart if self._apart else self.scaler.prepare
                     prepared = prepare(self._optimizer, self._max_norm)
             accumulated = None if steps else self._keep_gradients(params, phase.accumulated)
-            norm, skipped = self._finish(phase.observed) if steps else (None, self._not_skipped)
+            norm, skipped = self._finish(phase) if steps else (None, self._not_skipped)
             aux = mapped_outputs(aux, self._output)  # before a state that it has may be overwritten
         return PartOfStep(StepOutput(self._output(loss), aux, norm, skipped, phase.last), accumulated, prepared)
 
     def finish(
-        self,
-        accumulated: tuple[int, ...],
-        observed: bool,
-        prepared: Prepared | None = None,
-        *,
-        averaged: bool = True,
-        factor: float = 1.0,
+        self, phase: Phase, prepared: Prepared | None = None, *, averaged: bool = True, factor: float = 1.0
     ) -> tuple[Tensor | None, Tensor]:
-        """Step the optimizer on the accumulated gradients of the parameters with these numbers, times a factor.
+        """Step the optimizer on the accumulated gradients of this phase, times a factor.
 
         `averaged` says whether DDP has averaged them, as it does in the last backward of a window. Return the gradient
         norm, and whether the step was skipped; see `StepOutput`.
@@ -319,13 +318,13 @@ class TrainingStep:
         params = self._parameters()
         with Undo() as undo:
             undo.note(self._set_gradients, params, ())
-            self._set_gradients(params, accumulated)
+            self._set_gradients(params, phase.accumulated)
             if not averaged:
-                self.ranks.average([self.gradients[_name(i)] for i in accumulated])
+                self.ranks.average([self.gradients[_name(i)] for i in phase.accumulated])
             if factor != 1.0:
-                for i in accumulated:
+                for i in phase.accumulated:
                     self.gradients[_name(i)].mul_(factor)
-            finished = self._finish(observed, prepared)
+            finished = self._finish(phase, prepared)
             if self.place.behind:
                 self.place.has_stepped()
         return finished
@@ -371,12 +370,12 @@ class TrainingStep:
         if observed and self.observer is not None:
             self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
 
-    def _finish(self, observed: bool, prepared: Prepared | None = None) -> tuple[Tensor | None, Tensor]:
+    def _finish(self, phase: Phase, prepared: Prepared | None = None) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
         if prepared is None:
-            self._measure_gradients(observed)
+            self._measure_gradients(phase.observed)
         self._step_optimizer(prepared)
-        if self._after_step is not None:
+        if self._after_step is not None and phase.follows:
             with torch.no_grad():
                 self._after_step(self._model)
         found_inf = self.scaler.found_inf

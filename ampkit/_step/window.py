@@ -49,6 +49,7 @@ class Window:
     after: Callable[[], object] | None = None
     count: int = 0
     accumulated: tuple[int, ...] = ()
+    _steps: int = 0  # of the optimizer, so far
     _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
@@ -74,8 +75,9 @@ class Window:
         before, failure = (self.count, self.accumulated, self.observes()), None
         self._begin()
         try:
-            if self._phase != (last, before[1], before[2], parts):  # mostly it is that of the call before
-                self._phase = Phase(last, before[1], before[2], parts)
+            now = last, before[1], before[2], self._follows() or not last, parts
+            if self._phase != now:  # mostly it is that of the call before
+                self._phase = Phase(*now)
             out, accumulated, prepared = (call or self.call)(args, kwargs, self._phase)
         except StepDoneError as error:
             (out, accumulated, prepared), failure = error.outputs, error
@@ -85,7 +87,7 @@ class Window:
         # The caller's autocast, if there is one, would go on with casts of weights that this step has changed.
         torch.clear_autocast_cache()
         if accumulated is not None and last:  # the optimizer is no part of the call
-            norm, skipped = self._step.finish(accumulated, before[2], prepared)
+            norm, skipped = self._step.finish(self._phase._replace(accumulated=accumulated), prepared)
             out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
             self._stepped(out.grad_norm)
@@ -120,19 +122,24 @@ class Window:
         """
         if not self.count:
             return None
-        accumulated, observed = self.accumulated, bool(self._observed)
+        phase = Phase(True, self.accumulated, bool(self._observed), self._follows())
         factor = self._size / self.count if actual else 1.0
         self._begin()
-        finish = partial(self._step.finish, accumulated, observed, averaged=False, factor=factor)
+        finish = partial(self._step.finish, phase, averaged=False, factor=factor)
         norm, skipped = self._run(reason, finish)
         torch.clear_autocast_cache()
         self._stepped(norm)
         return norm, skipped
 
+    def _follows(self) -> bool:
+        """Return whether `after_step` is called behind the optimizer step to come."""
+        return (self._steps + 1) % self._step.after_every == 0
+
     def _begin(self) -> None:
         self.count, self.accumulated, self._observed = 0, (), None
 
     def _stepped(self, grad_norm: Tensor | None) -> None:
+        self._steps += 1
         self._told(grad_norm)
         if self.after is not None:
             self.after()

@@ -32,6 +32,7 @@ _OF_TRAINER = (
     "buckets",
     "before_step",
     "after_step",
+    "after_every",
     "numerics",
 )
 _OF_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")

@@ -1,4 +1,4 @@
-"""`before_step`: code between backward and the optimizer, captured; `stepped`; windows that end early."""
+"""`before_step` and `after_step`: code in front of the optimizer and behind it; `stepped`; windows that end early."""
 
 import math
 import warnings
@@ -226,6 +226,60 @@ def test_with_compiled_code(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None)
     assert_same([each[0] for each in history], [each[0] for each in expected])
 
 
+@pytest.mark.parametrize("kind", ["fused", "behind the graph"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_every_third_step(engine: Engine, kind: str, accumulate: int) -> None:
+    """G3: steps with and without `after_step` have graphs of their own; skipped steps count."""
+    found = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        optimizer = OPTIMIZERS[kind](net)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+            step = ampkit.graphed_step(
+                loss_fn,
+                net,
+                optimizer,
+                policy="float16",
+                accumulate=accumulate,
+                after_step=lambda net: net.get_buffer("seen").add_(1.0),
+                after_every=3,
+                graph=graph,
+            )
+            history = []
+            for i, (x, y) in enumerate(batches(engine[0], 48, OVERFLOWS)):
+                step(x, y)
+                history.append((net.get_buffer("seen").clone(), training_state(net, optimizer, step.scaler)))
+                assert history[-1][0] == (i + 1) // accumulate // 3
+        found.append(history)
+    assert step.report().failure is None
+    assert step.replays >= 20
+    assert kind != "fused" or step.report().graphs == (2 if accumulate == 1 else 3)
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("way", ["scan", "window"])
+def test_after_every_third_step_of_a_stack(way: str) -> None:
+    """G3: `scan` and `window` make their calls one by one then."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    step = ampkit.graphed_step(
+        loss_fn,
+        net,
+        optimizer,
+        accumulate=2 if way == "window" else 1,
+        after_step=lambda net: net.get_buffer("seen").add_(1.0),
+        after_every=3,
+        graph="emulate",
+    )
+    data = batches("cpu", 48)
+    for i in range(0, 48, 2):
+        getattr(step, way)(*(torch.stack(each) for each in zip(*data[i : i + 2], strict=True)))
+    assert net.get_buffer("seen") == (8 if way == "window" else 16)
+    step.close()
+
+
 @pytest.mark.parametrize("divide", ["accumulate", "actual"])
 def test_the_end_of_a_short_window(engine: Engine, divide: str) -> None:
     """G3: `flush(divide="actual")` steps on the mean over the micro-batches that there were."""
@@ -264,3 +318,5 @@ def test_wrong_use() -> None:
     step = ampkit.graphed_step(loss_fn, net, optimizer, graph="off", accumulate=2)
     with pytest.raises(ValueError, match="divide"):
         step.flush(divide="mean")
+    with pytest.raises(ValueError, match="after_every"):
+        ampkit.graphed_step(loss_fn, net, optimizer, after_step=lambda net: None, after_every=0)

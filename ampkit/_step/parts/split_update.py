@@ -39,7 +39,7 @@ class CapturedUpdate:
 
     def __init__(self, step: TrainingStep, state: TrainingState, options: Options, owner: str) -> None:
         def update(phase: Phase) -> Any:
-            return step.finish(phase.accumulated, phase.observed)
+            return step.finish(phase)
 
         self._step = step
         self._session = Session(
@@ -59,7 +59,7 @@ class CapturedUpdate:
         if accumulated is None or not phase.last or self._step.place.behind:
             return outputs
         engine = self._engine = self._engine or Engine(self._session)
-        norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated))
+        norm, skipped = engine((), {}, Phase(last=True, accumulated=accumulated, follows=phase.follows))
         return PartOfStep(outputs.output._replace(grad_norm=norm, skipped=skipped), None)
 
     @property

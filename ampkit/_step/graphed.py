@@ -1,8 +1,10 @@
-"""`graphed`: a function of tensors, captured; the user declares the modules and optimizers that it may change."""
+"""`graphed`: a function of tensors, captured; modules and optimizers that it changes are declared, or found."""
 
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from .._arguments import read_all
 from .._capture.engine.engine import Engine
-from .._capture.engine.options import Options
+from .._capture.engine.options import WARM_UP, Options
 from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
@@ -24,6 +26,7 @@ from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
+from .found_state import FoundState
 from .graph_owner import GraphOwner
 from .many.function_scan import WORDS, FunctionScan
 from .many.stack import Stack
@@ -35,7 +38,7 @@ from .training_step import Phase
 
 def graphed(
     *,
-    modules: Sequence[nn.Module],
+    modules: Sequence[nn.Module] | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     scaler: GradScaler | None = None,
     warmup: int = 3,
@@ -64,8 +67,11 @@ def graphed(
 
     Args:
         modules: every module whose parameters or buffers it changes, or whose parameters get a gradient, on one device;
-            () if there is none. One that is only read, such as a frozen teacher, may be left out.
+            () if there is none. One that is only read, such as a frozen teacher, may be left out. None: the first call
+            is watched. It finds these modules, the optimizers that step, and parameters of these that belong to no
+            module. What only a later call changes or steps is not found: it is named, and must be declared.
         optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
+            With `modules=None`, those that the first call does not step.
         scaler: the gradient scaler it uses, if any.
         warmup: as for `graphed_step`.
         verify: as for `graphed_step`. It also finds changes to tensors that belong to no module.
@@ -102,7 +108,24 @@ def graphed(
         host_writes=host_writes,
         cuts=cuts,
     ).checked("graphed")
-    modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module")
+    if modules is not None:
+        modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module, or None to find them")
+    expected = "a tuple of torch.optim.Optimizer"
+    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
+            "takes the same arguments and never waits for the device."
+        )
+    device = None if modules is None else _device_of(modules, optimizers)
+    return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
+
+
+def _device_of(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> torch.device | None:
+    """Return the device of the modules, None if they have no tensor.
+
+    Raise a `ValueError` if they are on several ones, or if an optimizer cannot step their parameters.
+    """
     for module in modules:
         free_whole_parameters(module)
     devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
@@ -111,8 +134,6 @@ def graphed(
         raise ValueError(
             f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
         )
-    expected = "a tuple of torch.optim.Optimizer"
-    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
     known = {param for module in modules for param in module.parameters()}
     for i, optimizer in enumerate(optimizers):
         if broken := broken_kernel(optimizer):
@@ -123,13 +144,7 @@ def graphed(
                 f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
                 f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
             )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ValueError(
-            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
-            "takes the same arguments and never waits for the device."
-        )
-    device = devices.pop() if devices else None
-    return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
+    return devices.pop() if devices else None
 
 
 class GraphedFunction(GraphOwner):
@@ -143,34 +158,42 @@ class GraphedFunction(GraphOwner):
     def __init__(
         self,
         fn: Callable[..., Any],
-        modules: Sequence[nn.Module],
+        modules: Sequence[nn.Module] | None,
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: GradScaler | None,
         device: torch.device | None,
         options: Options,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self._name = name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
         self._fn, self._scaler, self._options = fn, scaler, options
-        self._modules, self._optimizers = tuple(modules), tuple(optimizers)
         self._ranks: Ranks | None = None  # made with the engine
-        self._making = threading.Lock()
-        for part in (fn, *modules):
-            if options.graph != "off" and cudagraphs_of_its_own(part):
-                raise ValueError(
-                    f"{name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
-                    "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
-                )
-        if options.graph != "off":
-            refuse_sharded(f"{name}, modules", nn.ModuleList(modules))
+        self._making = threading.RLock()
+        self._finds = modules is None
+        self._declare(modules or (), optimizers)
         # If the modules have no tensor, the device is that of the first call's arguments.
         self._engine = None if device is None else self._make_engine(device)
 
-    def _make_engine(self, device: torch.device) -> Engine:
+    def _declare(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take these for all that the function changes.
+
+        Raise a `ValueError` or a `NotImplementedError` if it cannot be captured with them.
+        """
+        for part in (self._fn, *modules):
+            if self._options.graph != "off" and cudagraphs_of_its_own(part):
+                raise ValueError(
+                    f"{self._name}: a part of it is compiled with CUDA graphs of its own, which cannot be captured in "
+                    "another one. Compile in the default mode, torch.compile(model), or pass graph='off'."
+                )
+        if self._options.graph != "off":
+            refuse_sharded(f"{self._name}, modules", nn.ModuleList(modules))
+        self._modules, self._optimizers = tuple(modules), tuple(optimizers)
+
+    def _make_engine(self, device: torch.device, blocker: str = "") -> Engine:
         if self._scaler is not None:
             self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
         captures = self._options.graph != "off"
-        blocker = why_not_dense(self._modules) if self._optimizers else ""
+        blocker = blocker or (why_not_dense(self._modules) if self._optimizers else "")
         problem = next(filter(None, map(why_not_capturable, self._optimizers)), "")
         if self._options.on_failure != "parts" or not captures or not self._modules:
             blocker, problem = blocker or problem, ""
@@ -187,7 +210,7 @@ class GraphedFunction(GraphOwner):
             problem=problem,
         )
         applied = [] if blocker or problem else groups
-        function = StepFunction(
+        function = self._function = StepFunction(
             self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures
         )
         why_never = "" if self._modules else _NONE_DECLARED
@@ -230,6 +253,9 @@ class GraphedFunction(GraphOwner):
         that the next call writes, too; clone what is to be kept. Sync: none. Aliasing: the arguments are copied, and
         written back to only where the function changes them in place; the outputs belong to the caller.
         """
+        with self._making if self._finds else nullcontext():
+            if self._finds:
+                return self._first_call(args, kwargs)
         engine = self._engine_for(args, kwargs)
         return engine.turn.call(self._call, engine, args, kwargs)
 
@@ -265,22 +291,42 @@ class GraphedFunction(GraphOwner):
         of the error says how many. Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`.
         Memory: buffers for 16 times the arguments, beside those of the single calls.
         """
+        stack = Stack(args, kwargs, _device_in(args, kwargs), WORDS)
+        first: list[Any] = []
+        if self._finds:
+            first = [self(*given, **named) for given, named in [stack.inputs(0)]]
         engine = self._engine_for(args, kwargs)
-
-        def run() -> Any:
-            stack = Stack(args, kwargs, self._scan.device, WORDS)
-            return self._scan.run(stack, partial(self._call, engine), self._called)
-
-        return engine.turn.call(run)
+        return engine.turn.call(self._scan.run, stack, partial(self._call, engine), self._called, first)
 
     def _engine_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
         engine = self._engine
         if engine is None:
-            devices = [leaf.device for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
             with self._making:
-                device = devices[0] if devices else torch.get_default_device()
-                engine = self._engine = self._engine or self._make_engine(device)
+                engine = self._engine = self._engine or self._make_engine(_device_in(args, kwargs))
         return engine
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function eagerly, and find what it changes. If that cannot be used, no call is captured."""
+        given, options = self._optimizers, self._options
+        found = FoundState(_device_in(args, kwargs), given)
+        self._optimizers, self._options = (), replace(options, graph="off")
+        try:
+            engine = self._make_engine(found.device)
+        finally:
+            self._optimizers, self._options = given, options
+        with found.finding():
+            outputs = engine.turn.call(self._call, engine, args, kwargs)
+        self._finds, problem = False, ""
+        try:
+            _device_of(*found.declared())
+            self._declare(*found.declared())
+        except (ValueError, NotImplementedError) as error:
+            problem = str(error)
+        self._engine = self._make_engine(found.device, problem)
+        self._engine.run(WARM_UP, lambda: None)  # counts the call
+        if not problem:
+            self._function.keep_gradients(found.gradients())
+        return outputs
 
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and self._ranks.sharded:
@@ -311,6 +357,12 @@ class GraphedFunction(GraphOwner):
         if self._engine is None:
             return [] if self._options.annotate else None
         return self._engine.kernel_tables()
+
+
+def _device_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of the first tensor among the arguments, or else torch's default."""
+    devices = (leaf.device for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor))
+    return next(devices, torch.get_default_device())
 
 
 _WHOLE_CALL = Phase(last=True, accumulated=())  # a call of a function is all of its step

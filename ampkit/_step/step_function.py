@@ -44,9 +44,20 @@ class StepFunction:
         for i, module in enumerate(self._modules):
             yield from module.named_modules(seen, f"modules[{i}]")
 
+    def keep_gradients(self, before: Sequence[Tensor | None]) -> None:
+        """Put gradients that a call of another engine has made where graphs will write them.
+
+        `before` has what the call has found in `param.grad` of each parameter.
+        """
+        params = self._parameters()
+        set_gradients(params, self._left_gradients(params, before))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param for module in self._modules for param in module.parameters()]
+
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         self._shards.gather()
-        params = [param for module in self._modules for param in module.parameters()]
+        params = self._parameters()
         gradients = [param.grad for param in params]
         with self._state.carrying(), Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.

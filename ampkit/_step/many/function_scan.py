@@ -41,10 +41,11 @@ class FunctionScan:
         self.device: torch.device = device
         self._warming = False  # whether a call of this scan was made to get a graph
 
-    def run(self, stack: Stack, single: Callable[..., Any], behind: Callable[[int], object]) -> Any:
+    def run(self, stack: Stack, single: Callable[..., Any], behind: Callable[[int], object], first: list[Any]) -> Any:
         """Do the calls of a stack; return their outputs, stacked.
 
-        `single(args, kwargs)` does one call. `behind(n)` is called behind a launch of n calls.
+        `single(args, kwargs)` does one call. `behind(n)` is called behind a launch of n calls. `first` has the outputs
+        of the first calls, which were done already.
         """
         self._warming = False
 
@@ -55,9 +56,9 @@ class FunctionScan:
             return found
 
         def one(i: int) -> Any:
-            return single(*sliced(stack.leaves, stack.tree, i))
+            return single(*stack.inputs(i))
 
-        pieces = in_order(stack, launched, one, partial(joined, join=torch.stack, begin=0, words=WORDS))
+        pieces = in_order(stack, launched, one, first, partial(joined, join=torch.stack, begin=0, words=WORDS))
         return joined(pieces, torch.cat, 1, WORDS)
 
     def _launched(self, stack: Stack, start: int) -> tuple[int, Any] | None:

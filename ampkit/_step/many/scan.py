@@ -65,7 +65,7 @@ class Scan:
             piece = self._launched(stack, start)
             return None if piece is None else (len(piece.loss), piece)
 
-        return concatenated(in_order(stack, launched, partial(self._slices.call, stack), stacked))
+        return concatenated(in_order(stack, launched, partial(self._slices.call, stack), (), stacked))
 
     def _launched(self, stack: Stack, start: int) -> StackedOutputs | None:
         """Do windows from this call on by one launch. Return None, and do nothing, if there is no graph for them."""

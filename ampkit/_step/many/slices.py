@@ -49,6 +49,7 @@ def in_order(
     stack: Stack,
     launched: Callable[[int], tuple[int, Any] | None],
     single: Callable[[int], Any],
+    first: Sequence[Any],
     together: Callable[[list[Any]], Any],
 ) -> list[Any]:
     """Do the calls of a stack. Return their outputs in pieces, each of one or more calls, stacked.
@@ -58,11 +59,12 @@ def in_order(
         launched: `launched(i)` does calls by one launch, from call i on, and returns how many and their outputs,
             stacked. It returns None, and has done nothing, if there is no graph for them.
         single: `single(i)` does call i.
+        first: the outputs of the first calls, which were done already.
         together: stacks outputs of single calls.
     """
     pieces: list[Any] = []
-    singles: list[Any] = []  # behind these
-    done = 0
+    singles = [*first]  # behind these
+    done = len(singles)
     while done < stack.count:
         try:
             found = launched(done)

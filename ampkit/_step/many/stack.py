@@ -86,6 +86,10 @@ class Stack:
         first, named = sliced(self.leaves, self.tree, 0)
         self.spec, _ = read_batch(first, named, device)
 
+    def inputs(self, i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs of call i. Aliasing: views."""
+        return sliced(self.leaves, self.tree, i)
+
     def spec_of(self, calls: int) -> Spec:
         """Return the layout of a stack of this many calls."""
         specs: list[TensorSpec | Constant] = [

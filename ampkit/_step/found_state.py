@@ -1,0 +1,123 @@
+"""What a function of `graphed` changes, found in its first call: optimizers that step, modules that change or train."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._optimizer.param_groups import CapturableGroups
+from .._optimizer.step_kind import parameters, why_not_capturable
+from .._torch.optimizers import remove_step_hook
+from .._torch.tensors.fake_tensors import is_fake
+from .._torch.tensors.modes import without_torch_function
+from .._torch.tensors.modules import live_modules, module_tables, parts_of
+from .._torch.tensors.tensors import is_tensor, version
+from .._undo import Undo
+
+
+class FoundState:
+    """Watches a call of a function, and tells which of the process's modules and optimizers it has used.
+
+    An optimizer reads its rate from the device from its first step on, as later calls have it. A module is found if one
+    of its tensors was changed, or got a gradient, or is stepped by an optimizer.
+
+    Args:
+        device: where the function computes.
+        optimizers: those that are known, whether the call steps them or not.
+
+    Attributes:
+        optimizers: these, and those that the call has stepped.
+        device: the same.
+    """
+
+    def __init__(self, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.device: torch.device = device
+        self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
+        self._modules: list[nn.Module] = []
+        self._loose: list[Tensor] = []  # parameters of optimizers that belong to none of these
+        self._gradients: dict[int, Tensor | None] = {}  # in front of the call, by the identity of the parameter
+
+    @contextmanager
+    def finding(self) -> Iterator[None]:
+        """Context of the call."""
+        thread = threading.get_ident()
+        before: dict[int, tuple[Any, ...]] = {}
+        with without_torch_function():
+            # With the tensors themselves, so that no other one gets the identity of one that is gone.
+            for module in live_modules():
+                before |= {id(tensor): (tensor, *_state(tensor)) for tensor in _tensors(module)}
+        with Undo() as undo, ExitStack() as stack:
+
+            def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                # The inner part of an optimizer works on the param groups of that.
+                known = {id(group) for each in self.optimizers for group in each.param_groups}
+                if threading.get_ident() == thread and not known.issuperset(map(id, optimizer.param_groups)):
+                    self.optimizers.append(optimizer)
+                    self._apply(optimizer, stack)
+
+            for optimizer in self.optimizers:
+                self._apply(optimizer, stack)
+            undo.note(remove_step_hook, on_step)
+            register_optimizer_step_pre_hook(on_step)
+            yield
+        with without_torch_function():
+            self._look(before)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
+        if not why_not_capturable(optimizer):
+            groups = CapturableGroups(optimizer, self.device)
+            groups.refresh()
+            stack.enter_context(groups.applied())
+
+    def _look(self, before: dict[int, tuple[Any, ...]]) -> None:
+        stepped = [param for optimizer in self.optimizers for param in parameters(optimizer)]
+        found = set(map(id, stepped))
+        live = {module: set(parts_of(module)) for module in live_modules() if type(module).__hash__ is not None}
+        owners = set[nn.Module]()
+        for module in live:
+            for tensor in _tensors(module):
+                count, gradient, changes = _state(tensor)
+                _, *was = before.get(id(tensor), (tensor, count, gradient, changes))
+                if id(tensor) in found or was[1] is not gradient or [was[0], was[2]] != [count, changes]:
+                    owners.add(module)
+        containing = [module for module, below in live.items() if below & owners and self._is_here(below)]
+        inner = {part for module in containing for part in live[module] if part is not module}
+        self._modules = [module for module in containing if module not in inner]
+        known = {id(param) for module in self._modules for param in module.parameters()}
+        self._loose = [param for param in stepped if id(param) not in known]
+        self._gradients = {id(tensor): gradient for tensor, _, gradient, _ in before.values()}
+
+    def declared(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        """Return what a user would have to declare: modules, the largest on the device, and optimizers.
+
+        Parameters that belong to no module are in one of their own. A tensor that is no `nn.Parameter` is left out.
+        """
+        params = [param for param in self._loose if isinstance(param, nn.Parameter)]
+        return [*self._modules, *([nn.ParameterList(params)] if params else [])], self.optimizers
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return what the call has found in `param.grad` of each parameter of the modules."""
+        modules, _ = self.declared()
+        return [self._gradients.get(id(param)) for module in modules for param in module.parameters()]
+
+    def _is_here(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether all tensors of these modules are on the device."""
+        tables = (table for module in modules for table in module_tables(module)[:2])
+        return all(tensor is None or tensor.device == self.device for table in tables for tensor in table.values())
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of a module, but not of its children."""
+    tables = (*module_tables(module)[:2], vars(module))
+    values = [value for table in tables for value in table.values() if is_tensor(value)]
+    return [each for each in values if not (is_fake(type(each)) or nn.parameter.is_lazy(each) or each.is_inference())]
+
+
+def _state(tensor: Tensor) -> tuple[int, Tensor | None, int]:
+    """Return how often a tensor was changed, its gradient, and how often that was changed."""
+    grad = tensor.grad if tensor.is_leaf else None
+    return version(tensor), grad, 0 if grad is None else version(grad)

@@ -1,0 +1,235 @@
+"""`ampkit.graphed()` without `modules=`: what the function changes is found in its first call, in all modes."""
+
+import collections
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from harness import ENGINES, assert_same, bits, deterministic
+from rl_algorithms import DQN, PPO, SAC, TD3, Learner
+from tape import taped
+from torch import Tensor, nn
+
+import ampkit
+
+Engine = tuple[str, str]
+MANY = 14  # calls
+
+
+def run(
+    made: Callable[[], Any], batch: Callable[[int], Any], graph: str | None, scans: bool = False, **options: Any
+) -> Any:
+    """Return outputs and state behind some calls of `made()`, which returns a function and what it changes."""
+    function, tensors = made()
+    graphed: Any = function if graph is None else ampkit.graphed(graph=graph, **options)(function)
+    torch.manual_seed(1)
+    if scans:
+        columns = zip(*map(batch, range(MANY)), strict=True)
+        outputs = graphed.scan(*(torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in columns))
+        outputs = [[each[i] for each in outputs] for i in range(MANY)]
+    else:
+        outputs = [[out.detach().clone() for out in graphed(*batch(i))] for i in range(MANY)]
+    return graphed, [outputs, {name: bits(tensor) for name, tensor in tensors().items()}, torch.rand(2)]
+
+
+def learner_of(algorithm: type[Learner], device: str) -> Callable[[], Any]:
+    """Return what makes a learner of small networks."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        learner: Any = algorithm(device, "fused", 8)  # type: ignore[call-arg]  # of each algorithm
+
+        def tensors() -> dict[str, Tensor]:
+            found = {f"{i}.{k}": v for i, m in enumerate(learner.modules) for k, v in m.state_dict().items()}
+            for i, optimizer in enumerate(learner.optimizers):
+                for number, state in optimizer.state_dict()["state"].items():
+                    found |= {f"{i}.{number}.{name}": value for name, value in state.items()}
+            return found
+
+        return learner.update, tensors
+
+    return made
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("algorithm", [SAC, PPO, DQN, TD3])
+def test_learners(engine: Engine, algorithm: type[Learner]) -> None:
+    """Networks, targets, a temperature and optimizers are found; bits are those of the plain loop, also by a scan."""
+    device, graph = engine
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        [torch.rand(t.shape, generator=generator).to(device) for t in algorithm.batch("cpu")] for _ in range(MANY)
+    ]
+
+    def batch(i: int) -> list[Any]:
+        return [*batches[i], *([True] if algorithm is TD3 else [])]
+
+    made = learner_of(algorithm, device)
+    with deterministic():
+        _, expected = run(made, batch, None)
+        found, result = run(made, batch, graph, on_failure="raise")
+        assert_same(result, expected)
+        assert found.report().eager == {"warm-up": 4}  # the first call finds
+        assert found.replays == MANY - 4
+        assert_same(run(made, batch, "off")[1], expected)
+        scanned, result = run(made, batch, graph, scans=True, on_failure="raise")
+        assert_same(result, expected)
+        assert scanned.report().eager == {"warm-up": 4}
+
+
+def with_loose_parameter() -> Any:
+    """Return a function with a parameter of no module, in closure, whose optimizer steps; and a frozen teacher."""
+    torch.manual_seed(0)
+    model, teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)
+    log_alpha = nn.Parameter(torch.zeros(()))
+    optimizers = [
+        torch.optim.SGD(p, lr=0.125, momentum=0.5, fused=True) for p in (list(model.parameters()), [log_alpha])
+    ]
+
+    def update(x: Tensor) -> tuple[Tensor, ...]:
+        losses = []
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            with torch.no_grad():
+                wanted = teacher(x)
+            loss = ((model(x) - wanted).square().mean() - 1) * log_alpha.exp()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return tuple(losses)
+
+    def tensors() -> dict[str, Tensor]:
+        momenta = [state["momentum_buffer"] for each in optimizers for state in each.state.values()]
+        return {**model.state_dict(), "alpha": log_alpha.detach(), **{f"m{i}": each for i, each in enumerate(momenta)}}
+
+    return update, tensors
+
+
+@pytest.mark.parametrize("way", ["emulate", "off", "tape"])
+def test_a_loose_parameter(way: str) -> None:
+    """It is trained by an optimizer, and belongs to no module."""
+    _, expected = run(with_loose_parameter, lambda i: [torch.full((3, 4), 1 + i / 8.0)], None)
+    if way == "tape":
+        with taped():
+            graphed, found = run(with_loose_parameter, lambda i: [torch.full((3, 4), 1 + i / 8.0)], "emulate")
+    else:
+        graphed, found = run(with_loose_parameter, lambda i: [torch.full((3, 4), 1 + i / 8.0)], way)
+    assert_same(found, expected)
+    assert graphed.replays == (0 if way == "off" else MANY - 4)
+
+
+def test_a_rate_that_a_scheduler_changes() -> None:
+    """A found optimizer reads its rate from a tensor: the graph follows a number that changes."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+        def update(x: Tensor) -> tuple[Tensor, ...]:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return (loss,)
+
+        return update, scheduler, model
+
+    results = []
+    for graph in (None, "emulate"):
+        update, scheduler, model = made()
+        function: Any = update if graph is None else ampkit.graphed(graph=graph, on_failure="raise")(update)
+        with taped():
+            losses = []
+            for i in range(10):
+                losses.append(function(torch.full((3, 4), 1 + i / 8.0))[0].detach().clone())
+                scheduler.step()
+        results.append((losses, bits(model.weight)))
+        assert graph is None or function.replays == 6
+    assert_same(results[1], results[0])
+
+
+def test_an_evaluation() -> None:
+    """It changes nothing, so nothing is found. Weights that are replaced are noticed, as those of a declared module."""
+    model = nn.Linear(4, 2)
+
+    @ampkit.graphed(graph="emulate", on_failure="raise")
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    x = torch.ones(3, 4)
+    with taped():
+        for i in range(12):
+            if i == 8:
+                model.weight = nn.Parameter(torch.ones(2, 4))
+            with pytest.warns(ampkit.CaptureWarning, match="weight was replaced") if i == 8 else nullcontext():
+                out = evaluate(x)
+            assert torch.equal(out, model(x).detach())
+    assert evaluate.replays == 4 + 1
+
+
+# ------------------------------------------------------------------------------------------------- what is not captured
+
+
+def test_an_optimizer_that_steps_later() -> None:
+    """TD3's first call moves no actor. The layout that does is named, and the message says what to declare."""
+    torch.manual_seed(0)
+    learner = TD3("cpu", "fused", 8)
+    function = ampkit.graphed(graph="emulate")(learner.update)
+    batch = [torch.rand(t.shape) for t in TD3.batch("cpu")]
+    calls = [(*batch, i % 2 == 1) for i in range(14)]
+    with pytest.warns(ampkit.CaptureWarning, match=r"steps an optimizer that is not declared \(Adam\)"):
+        collections.deque(map(function, *zip(*calls, strict=True)), maxlen=0)
+    # A first call that does everything finds everything.
+    learner = TD3("cpu", "fused", 8)
+    whole = ampkit.graphed(graph="emulate", on_failure="raise")(learner.update)
+    for *tensors, moves_actor in calls:
+        whole(*tensors, not moves_actor)
+    assert whole.captures == 2
+
+
+def test_what_is_found_and_cannot_be_used() -> None:
+    """Modules on two devices; a tensor that is no parameter: one warning, and eager calls with the bits of the loop."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        weight = torch.ones(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.125, fused=True)
+
+        def update(x: Tensor) -> tuple[Tensor, ...]:
+            optimizer.zero_grad()
+            loss = (x @ weight).square().mean()
+            loss.backward()
+            optimizer.step()
+            return (loss,)
+
+        return update, lambda: {"weight": weight.detach()}
+
+    _, expected = run(made, lambda i: [torch.full((3, 4), i / 8.0)], None)
+    with pytest.warns(ampkit.CaptureWarning, match="1 parameters of no module in modules"):
+        graphed, found = run(made, lambda i: [torch.full((3, 4), i / 8.0)], "emulate")
+    assert_same(found, expected)
+    assert graphed.replays == 0
+
+
+def test_an_error_in_the_first_call() -> None:
+    """Nothing is found by it. The next call is the first one."""
+    model = nn.Linear(4, 2)
+    calls = []
+
+    @ampkit.graphed(graph="emulate", on_failure="raise", host_writes="ignore")
+    def step(x: Tensor) -> Tensor:
+        calls.append(0)
+        if len(calls) == 1:
+            raise RuntimeError("the first")
+        return model(x).detach()
+
+    with pytest.raises(RuntimeError, match="the first"):
+        step(torch.ones(3, 4))
+    for _ in range(6):
+        step(torch.ones(3, 4))
+    assert step.report().eager["warm-up"] == 4

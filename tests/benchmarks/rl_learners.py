@@ -8,8 +8,8 @@ Sizes are CleanRL's for HalfCheetah: 17 observations, 6 actions, batches of 256 
 simulator: a learner is what a library can change. First losses and parameters behind 100 updates beside a plain loop,
 bit by bit, under deterministic algorithms. Then updates per second of each way, the median of 5 repeats (least to
 most). Each way has a process of its own; all of these are set up at once, and measured one after the other, while the
-others wait. With --together all ways follow each other in one process. "K a call" is one call for K updates, each
-with a batch of its own; all other ways make a call per update.
+others wait. With --together all ways follow each other in one process. "K a call" is `scan`: one call, and one launch,
+for K updates, each with a batch of its own; all other ways make a call per update.
 
 --profile prints microseconds per update: `wall` of calls in a row; `host` of a call that finds the device idle, split
 into before, in and behind the launch of the graph; `device`, the sum of the kernels, and their number, as
@@ -168,14 +168,9 @@ def by_hand(update: Call, example: Batch) -> Call:
 
 
 def captured(sizes: Sizes, learner: Learner, *, several: bool = False) -> Call:
-    """Return the update under `ampkit.graphed`; `several` in one function, one after the other."""
-
-    def many(*stacked: Tensor) -> Any:
-        rows = (tuple(tensor[i] for tensor in stacked) for i in range(sizes.updates))
-        return [learner.update(*row) for row in rows]
-
-    function = many if several else learner.update
-    return ampkit.graphed(modules=learner.modules, optimizers=learner.optimizers, graph=sizes.graph)(function)
+    """Return the update under `ampkit.graphed`, or its `scan`, which does `several`."""
+    function = ampkit.graphed(modules=learner.modules, optimizers=learner.optimizers, graph=sizes.graph)(learner.update)
+    return function.scan if several else function
 
 
 # ---------------------------------------------------------------------------------------------------------------- bits
@@ -191,14 +186,17 @@ def trained(sizes: Sizes, algorithm: str, way: str | None) -> tuple[dict[str, Te
     call: Call = learner.update if way is None else captured(sizes, learner, several=several)
     torch.manual_seed(2)
     made = [call(*batch) for batch in calls]
-    losses = [loss for outputs in made for loss in (outputs if several else [outputs])]
-    found = {f"loss {i}": torch.stack(loss) for i, loss in enumerate(losses)}
+    together = torch.cat if several else torch.stack
+    found = {f"losses {i}": together(losses) for i, losses in enumerate(zip(*made, strict=True))}
     for number, module in enumerate(learner.modules):
         found |= {f"{number}.{name}": tensor for name, tensor in module.state_dict().items()}
     for number, optimizer in enumerate(learner.optimizers):
         for place, state in optimizer.state_dict()["state"].items():
             found |= {f"optimizer {number}.{place}.{name}": tensor for name, tensor in state.items()}
-    return {name: tensor.clone() for name, tensor in found.items()}, getattr(call, "replays", 0)
+    graphs = getattr(call, "__self__", call)
+    report = graphs.report() if isinstance(graphs, ampkit.GraphedFunction) else None
+    replays = 0 if report is None else report.replays + report.launches
+    return {name: tensor.clone() for name, tensor in found.items()}, replays
 
 
 def print_bits(sizes: Sizes, algorithm: str) -> None:
@@ -208,7 +206,7 @@ def print_bits(sizes: Sizes, algorithm: str) -> None:
         for way in ("graphed", "graphed, K a call"):
             found, replays = trained(sizes, algorithm, way)
             wrong = differing(found, expected)
-            text = f"{replays} replays, {len(wrong)} of {len(found)} tensors are not those of a plain loop {wrong[:3]}"
+            text = f"{replays} launches, {len(wrong)} of {len(found)} tensors are not those of a plain loop {wrong[:3]}"
             print(f"{algorithm} {way:36s} {text}", flush=True)
 
 
@@ -226,7 +224,7 @@ def measured(sizes: Sizes, algorithm: str, way: str, ready: Callable[[], object]
     torch._dynamo.reset()
     several, start = way.endswith("K a call"), time.perf_counter()
     call, batches = WAYS[way](sizes, algorithm), sizes.batches(algorithm, several)
-    for batch in batches[:16]:
+    for batch in batches[:8]:
         call(*batch)
     wait(sizes)
     setup, rates = time.perf_counter() - start, []
@@ -245,9 +243,10 @@ def measured(sizes: Sizes, algorithm: str, way: str, ready: Callable[[], object]
 
 def told(call: Any) -> dict[str, str]:
     """Return what a way of ampkit says of the calls that it has not replayed, beside the warm-up."""
-    if not isinstance(call, ampkit.GraphedFunction):
+    function = getattr(call, "__self__", call)
+    if not isinstance(function, ampkit.GraphedFunction):
         return {}
-    report = call.report()
+    report = function.report()
     eager = {reason: count for reason, count in report.eager.items() if reason != "warm-up"}
     why = " ".join(filter(None, (str(eager) if eager else "", report.failure)))
     return {"why": why[:300]} if why else {}
@@ -278,7 +277,7 @@ def profiled(sizes: Sizes, algorithm: str, way: str, ready: Callable[[], object]
     """Return microseconds per update: of calls in a row, of the host, of kernels; and how many kernels there are."""
     several = way.endswith("K a call")
     call, batches = WAYS[way](sizes, algorithm), sizes.batches(algorithm, several)
-    for batch in batches[:16]:
+    for batch in batches[:8]:
         call(*batch)
     ready()
     per = 1e6 / (sizes.updates if several else 1)
@@ -379,7 +378,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = args.quick or device == "cpu"
     seconds, backend = (0.02, "aot_eager") if quick else (1.0, "inductor")
-    sizes = Sizes(device, seconds, 8, backend, 16 if quick else None)
+    sizes = Sizes(device, seconds, 4 if quick else 16, backend, 16 if quick else None)
     if args.worker:
         worker(args, sizes)
         return

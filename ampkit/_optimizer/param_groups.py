@@ -14,6 +14,7 @@ from .._errors import AmpkitWarning, CaptureError
 from .._torch.device.streams import is_capturing
 from .._torch.optimizers import step_hooks
 from .._torch.tensors.modes import without_dispatch_modes
+from .._torch.tensors.tensors import version
 from .._undo import Undo, replace
 from .step_kind import STEP_HOOKS
 
@@ -94,6 +95,10 @@ class RateTable:
             self._filled = self._new + rest  # after the copy, because an interrupt may come between the two
 
 
+_IN_PLACE = (
+    "it changes group['lr'] of an optimizer in place, and there is another tensor in its place during the step. Change "
+    "the tensor that the optimizer was given, or the rate behind the call."
+)
 _APART = 16  # bytes from one rate to the next: compiled code copies an input that is less aligned (inductor, ALIGNMENT)
 _NO_NUMBER = float("nan")  # stands for a rate that is None, or on the device
 
@@ -201,6 +206,15 @@ class CapturableGroups:
             return self.program.tensors()
         return [rate.tensor for rate in self._rates] if self._given is None else list(self._given)
 
+    def _changed(self, given: float | Tensor, now: Tensor) -> float | Tensor:
+        """Return the rate that a group has behind a step that has changed it in place. Waits, if it is a number."""
+        if is_capturing():
+            raise CaptureError(_IN_PLACE)
+        if not isinstance(given, Tensor):
+            return float(now.item())
+        with torch.no_grad():
+            return given.copy_(now)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context for a step: groups have a tensor learning rate, and the flag that Adam must have to be captured."""
@@ -230,7 +244,10 @@ class CapturableGroups:
                 if "capturable" in group and on_cuda and (group.get("fused") or not self._holds_numbers):
                     group["capturable"] = True
             put = [group.get("lr") for group in groups]
+            counts = [version(rate) if isinstance(rate, Tensor) else 0 for rate in put]
             yield
-            for group, values, old in zip(groups, given, put, strict=False):
+            for group, values, old, count in zip(groups, given, put, counts, strict=False):
                 if group.get("lr") is not old:
                     values.pop("lr", None)  # the step itself has set another one, which stays
+                elif isinstance(old, Tensor) and old is not values["lr"] and version(old) != count:
+                    values["lr"] = self._changed(values["lr"], old)

@@ -189,6 +189,40 @@ def test_a_rate_that_the_function_changes(engine: Engine) -> None:
     assert function.report().launches >= 3
 
 
+@pytest.mark.parametrize("rate", ["number", "tensor"])
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_a_rate_that_is_changed_in_its_group(graph: str, rate: str) -> None:
+    """`group["lr"] *= 0.5` changes what the user has given, though there is another tensor in the call."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        lr: Any = torch.tensor(0.25) if rate == "tensor" else 0.25
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+
+        def update(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+            return loss.detach()
+
+        return update, model, optimizer
+
+    xs = [torch.full((3, 4), 1 + i / 8.0) for i in range(12)]
+    update, model, optimizer = made()
+    expected = [*map(update, xs)], bits(model.weight), optimizer.param_groups[0]["lr"]
+    update, model, optimizer = made()
+    function = ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=graph)(update)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [*map(function, xs)]
+    assert_same((losses, bits(model.weight), optimizer.param_groups[0]["lr"]), expected)
+    assert (graph == "emulate" and rate == "number") == bool(caught)
+    assert all("changes param_groups[0]['lr'] of its optimizer on the host" in str(each.message) for each in caught)
+
+
 def test_a_rate_of_the_host_that_changes_between_scans() -> None:
     """A scheduler steps between two scans: the launch reads the new rate."""
 

@@ -76,17 +76,18 @@ class FoundState:
     def _look(self, before: dict[int, tuple[Any, ...]]) -> None:
         stepped = [param for optimizer in self.optimizers for param in parameters(optimizer)]
         found = set(map(id, stepped))
-        live = {module: set(parts_of(module)) for module in live_modules() if type(module).__hash__ is not None}
-        owners = set[nn.Module]()
+        live, owners = live_modules(), set[int]()
         for module in live:
             for tensor in _tensors(module):
                 count, gradient, changes = _state(tensor)
                 _, *was = before.get(id(tensor), (tensor, count, gradient, changes))
                 if id(tensor) in found or was[1] is not gradient or [was[0], was[2]] != [count, changes]:
-                    owners.add(module)
-        containing = [module for module, below in live.items() if below & owners and self._is_here(below)]
-        inner = {part for module in containing for part in live[module] if part is not module}
-        self._modules = [module for module in containing if module not in inner]
+                    owners.add(id(module))
+        parts = [(module, _parts(module)) for module in live] if owners else []
+        containing = [(top, below) for top, below in parts if not owners.isdisjoint(map(id, below))]
+        containing = [(top, below) for top, below in containing if self._may_be_declared(below)]
+        inner = {id(part) for top, below in containing for part in below if part is not top}
+        self._modules = [top for top, _ in containing if id(top) not in inner]
         known = {id(param) for module in self._modules for param in module.parameters()}
         self._loose = [param for param in stepped if id(param) not in known]
         self._gradients = {id(tensor): gradient for tensor, _, gradient, _ in before.values()}
@@ -104,10 +105,19 @@ class FoundState:
         modules, _ = self.declared()
         return [self._gradients.get(id(param)) for module in modules for param in module.parameters()]
 
-    def _is_here(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether all tensors of these modules are on the device."""
+    def _may_be_declared(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether all parameters and buffers of these modules are on the device, and there already."""
         tables = (table for module in modules for table in module_tables(module)[:2])
-        return all(tensor is None or tensor.device == self.device for table in tables for tensor in table.values())
+        tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+        return not any(nn.parameter.is_lazy(tensor) or tensor.device != self.device for tensor in tensors)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all inside, or none where the class of one has no hash, which torch needs."""
+    try:
+        return [*parts_of(module)]
+    except TypeError:
+        return []
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -172,6 +172,33 @@ def test_an_evaluation() -> None:
     assert evaluate.replays == 4 + 1
 
 
+class Agent(nn.Module):
+    """A module with a part on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.elsewhere = nn.Linear(4, 1), nn.Linear(4, 1, device="meta")
+
+
+def test_a_part_of_a_module_that_cannot_be_declared() -> None:
+    """The largest modules that are whole on the device are found."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        agent = Agent()
+
+        def update(x: Tensor) -> tuple[Tensor, ...]:
+            loss = agent.model(x).square().mean()
+            with torch.no_grad():
+                agent.model.weight.mul_(0.875)
+            return (loss.detach(),)
+
+        return update, agent.model.state_dict
+
+    results = [run(made, lambda i: [torch.full((3, 4), i / 8.0)], graph)[1] for graph in (None, "emulate")]
+    assert_same(*results)
+
+
 # ------------------------------------------------------------------------------------------------- what is not captured
 
 

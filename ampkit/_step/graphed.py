@@ -2,10 +2,11 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -148,12 +149,16 @@ def _device_of(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Op
 
 
 class GraphedFunction(GraphOwner):
-    """A function whose calls are graph launches. Made by `graphed`. A context manager: leaving it closes it."""
+    """A function whose calls are graph launches. Made by `graphed`. A context manager: leaving it closes it.
+
+    Messages call it `name`, and its modules by `paths`. In parts, modules of the classes `eager` are not captured.
+    """
 
     _why_not_copied = (
         "its graphs belong to this process and to these tensors. Copy or save modules, optimizers and scaler "
         "(state_dict), and decorate the function anew with graphed."
     )
+    _phase = Phase(last=True, accumulated=())  # a call of a function is all of its step
 
     def __init__(
         self,
@@ -163,9 +168,14 @@ class GraphedFunction(GraphOwner):
         scaler: GradScaler | None,
         device: torch.device | None,
         options: Options,
+        *,
+        name: str = "",
+        paths: Sequence[str] = (),
+        eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
     ) -> None:
         functools.update_wrapper(self, fn)
-        self._name = f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._name = name or f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
+        self._left_eager, self._given_paths = eager, paths
         self._fn, self._scaler, self._options = fn, scaler, options
         self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.RLock()
@@ -188,6 +198,7 @@ class GraphedFunction(GraphOwner):
         if self._options.graph != "off":
             refuse_sharded(f"{self._name}, modules", nn.ModuleList(modules))
         self._modules, self._optimizers = tuple(modules), tuple(optimizers)
+        self._paths = self._given_paths or [f"modules[{i}]" for i in range(len(modules))]
 
     def _make_engine(self, device: torch.device, blocker: str = "") -> Engine:
         if self._scaler is not None:
@@ -200,7 +211,7 @@ class GraphedFunction(GraphOwner):
         groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
         self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=captures)
         state = TrainingState(
-            {f"modules[{i}]": module for i, module in enumerate(self._modules)},
+            dict(zip(self._paths, self._modules, strict=True)),
             () if problem else self._optimizers,
             self._scaler,
             finds_gradients=True,
@@ -211,7 +222,7 @@ class GraphedFunction(GraphOwner):
         )
         applied = [] if blocker or problem else groups
         function = self._function = StepFunction(
-            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures
+            self._fn, self._modules, self._paths, applied, self._scaler, ranks.shards, self._name, state, captures
         )
         why_never = "" if self._modules else _NONE_DECLARED
         options, named = self._options, function.named_modules
@@ -225,10 +236,12 @@ class GraphedFunction(GraphOwner):
             blocker=blocker,
             name=self._name,
             declared=True,
-            splitter=StepSplitter(function, named, WithinFunction(), options, ranks, device, why_never=why_never),
+            splitter=StepSplitter(
+                function, named, WithinFunction(), options, ranks, device, why_never=why_never, eager=self._left_eager
+            ),
         )
         engine = Engine(session)
-        self._scan = FunctionScan(engine, function, _WHOLE_CALL, device, may_launch=not ranks.several)
+        self._scan = FunctionScan(engine, function, self._phase, device, may_launch=not ranks.several)
         return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +344,7 @@ class GraphedFunction(GraphOwner):
     def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ranks is not None and self._ranks.sharded:
             self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
-        outputs = engine(args, kwargs, _WHOLE_CALL)
+        outputs = engine(args, kwargs, self._phase)
         self._called(1)
         return outputs
 
@@ -365,5 +378,4 @@ def _device_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return next(devices, torch.get_default_device())
 
 
-_WHOLE_CALL = Phase(last=True, accumulated=())  # a call of a function is all of its step
 _NONE_DECLARED = "modules=() declares no module that could be captured by itself. Pass those that the function calls"

@@ -30,6 +30,7 @@ class StepFunction:
 
     _fn: Callable[..., Any]
     _modules: Sequence[nn.Module]
+    _paths: Sequence[str]  # of the modules, in messages
     groups: Sequence[CapturableGroups]
     _scaler: GradScaler | None
     _shards: ShardedModules
@@ -41,8 +42,8 @@ class StepFunction:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
         seen: set[nn.Module] = set()
-        for i, module in enumerate(self._modules):
-            yield from module.named_modules(seen, f"modules[{i}]")
+        for path, module in zip(self._paths, self._modules, strict=True):
+            yield from module.named_modules(seen, path)
 
     def keep_gradients(self, before: Sequence[Tensor | None]) -> None:
         """Put gradients that a call of another engine has made where graphs will write them.

@@ -23,6 +23,7 @@ from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation
 from ._fit import Fit, nothing_captured
 from ._limits import SEVERAL_RANKS, why_not
+from ._manual import ManualFit
 from ._measurements import FitMeasurements
 from ._precision import StepPrecision
 
@@ -31,7 +32,8 @@ class AmpkitCallback(Callback):
     """Runs the training step of a Lightning Trainer as one CUDA graph: `Trainer(callbacks=[AmpkitCallback()])`.
 
     Forward, backward, loss scale, clipping and optimizer are captured. Hooks, `self.log`, `global_step`, schedulers,
-    checkpoints and accumulation stay Lightning's. Where a model or a Trainer does something that a graph cannot
+    checkpoints and accumulation stay Lightning's. With `automatic_optimization=False` the whole `training_step` is
+    captured, with the steps of the optimizers in it. Where a model or a Trainer does something that a graph cannot
     contain, such as a hook that uses gradients, a warning names it, and training goes on without a graph.
 
     Args:
@@ -61,7 +63,8 @@ class AmpkitCallback(Callback):
     Raises:
         ValueError: if an argument cannot work, or, in `fit`, if the policy differs from the Trainer's precision, or if
             something is compiled already that `compile` is to compile.
-        NotImplementedError: for `compile` with `numerics`, with `memory`, or, in `fit`, with several processes.
+        NotImplementedError: for `compile` with `numerics`, with `memory`, or, in `fit`, with several processes. In
+            `fit`, for each of the three with `automatic_optimization=False`.
 
     Every `log_every_n_steps`, the progress bar and every logger get the loss scale, the number of skipped steps, the
     gradient norm (if there is a loss scale or clipping), samples per second, milliseconds per batch, graph replays and
@@ -117,6 +120,7 @@ class AmpkitCallback(Callback):
                 )
         self._compile = compile
         captured_after = None if graph == "off" else warmup
+        self._measures = numerics is not None or memory
         self._new_measurements = functools.partial(FitMeasurements, numerics, memory, captured_after)
         self._measurements = self._new_measurements()
         self._fit: Fit | None = None
@@ -180,9 +184,14 @@ class AmpkitCallback(Callback):
                 f"AmpkitCallback(compile={self._compile!r}) does not work with several processes. Pass compile=None, "
                 "and compile the networks in your module: self.net = torch.compile(self.net)."
             )
+        if not pl_module.automatic_optimization and (self._measures or self._compile is not None):
+            raise NotImplementedError(
+                "AmpkitCallback(numerics=..., memory=..., compile=...) needs automatic optimization. Leave them out, "
+                "and compile the networks in your module: self.net = torch.compile(self.net)."
+            )
         check_compile("AmpkitCallback", self._compile, pl_module, pl_module.training_step, None)
         self._measurements = self._new_measurements()
-        self._fit = Fit(
+        self._fit = (Fit if pl_module.automatic_optimization else ManualFit)(
             trainer,
             pl_module,
             self._policy,

@@ -28,6 +28,7 @@ from .._undo import Undo
 from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable, not_returnable
 from ._limits import why_not_module
+from ._metric_calls import all_made
 from ._trainer_reads import TrainerReads
 
 # The step that Lightning calls in a stage of the Trainer, beside `training_step`.
@@ -120,7 +121,9 @@ class Evaluation:
         self._host_reads = HostReads(module, self._name)
         self._trainer_reads = TrainerReads(self._trainer, module, self._host_reads, self._name)
         self._numbers = _log_calls.LoggedNumbers(self._name)
-        self._log = _log_calls.LogForwarder(module, device, on_step=False)
+        self._log = _log_calls.LogForwarder(
+            module, device, False, lambda: self._trainer.strategy.precision_plugin.forward_context()
+        )
         session = Session(
             fn=self._captured,
             captured=self._captured,
@@ -178,7 +181,7 @@ class Evaluation:
                 _log_calls.recorded(self._module, self._log) as log_calls,
                 self._trainer_reads.watching(),
             ):
-                output = self._lightning_step(own_batch(batch), *self._further_args)
+                output = all_made(self._lightning_step(own_batch(batch), *self._further_args))
             if any(param.grad is not None for param in params):
                 self._problem = self._problem or _LEAVES_GRADIENTS.format(self._name)
         output = dict(output) if isinstance(output, Mapping) else output

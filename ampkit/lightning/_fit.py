@@ -6,7 +6,7 @@ Only public names of Lightning are replaced.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
+from .._capture.engine.engine import Engine
 from .._capture.engine.options import Options
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
@@ -41,12 +42,27 @@ _IN_THE_BAR = {
     "skipped_steps": "skipped",
     "grad_norm": "grad_norm",
     "samples_per_second": "samples/s",
-    "graph_replays": "replays",
+    "replay_share": "replays",
 }
+
+
+class FitStep(Protocol):
+    """What does the batches of a fit."""
+
+    grad_norm: Tensor | None
+
+    @property
+    def engine(self) -> Engine:
+        """What does the calls."""
+
+    def report(self) -> Report:
+        """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""
 
 
 class Fit:
     """Replaces precision plugin, training step and progress-bar metrics of a Trainer; `end` puts the originals back."""
+
+    steps_in_module = False  # whether training_step steps the optimizers itself
 
     def __init__(
         self,
@@ -73,9 +89,9 @@ class Fit:
         # gradients that they may use. With several ranks always: such a hook may exist on one of them only.
         self.first_step_by_lightning = several_ranks or bool(self._gradient_uses.hooks_before_step)
         self.device = strategy.root_device
-        self._step: TrainerStep | None = None
+        self._step: FitStep | None = None
         self._step_made_for: tuple[Any, ...] = ()
-        self._in_bar: dict[str, float] = {}
+        self._in_bar: dict[str, float | str] = {}
         self.policy = policy
         self.statistics = StatisticsReader(self.device, trainer.world_size)
         self.problem = ""  # why Lightning does all steps from now on, if that was found after the fit began
@@ -212,8 +228,8 @@ class Fit:
         if not self.in_optimizer_step and not self.prepare_step():
             self._window_ended = False
             return self._lightning_step(*args)
-        assert self._step is not None  # made by prepare_step
-        trainer, steps_optimizer, samples = self._trainer, self.in_optimizer_step, _batch_size(args[0])
+        assert isinstance(self._step, TrainerStep)  # made by prepare_step
+        trainer, steps_optimizer = self._trainer, self.in_optimizer_step
         window = trainer.accumulate_grad_batches
         place = BatchPlace(trainer.fit_loop.batch_idx % window == 0, steps_optimizer, window, trainer.current_epoch)
         if steps_optimizer and self._measurements.steps_before_recording is not None:
@@ -223,12 +239,20 @@ class Fit:
             output = self._step(place, *args)
         self.backward_done = self._step.backward_done
         self._window_ended = steps_optimizer
+        self._count_samples(args[0])
+        return output
+
+    def _count_samples(self, batch: Any) -> None:
         if self.statistics.interval_start is None:
             self.statistics.start_timing()
         else:
-            self.statistics.samples += samples
+            self.statistics.samples += _batch_size(batch)
             self.statistics.batches += 1
-        return output
+
+    @property
+    def steps_done(self) -> int:
+        """The steps so far that figures are counted by: those of the optimizer."""
+        return self._trainer.global_step
 
     def read_statistics(self) -> None:
         """Every `log_every_n_steps`, start new statistics and log the previous ones.
@@ -239,10 +263,10 @@ class Fit:
         ended, self._window_ended = self._window_ended, False
         trainer: Any = self._trainer  # some of its attributes are declared nowhere
         every = trainer.log_every_n_steps
-        if not ended or self._step is None or self.problem or not every or trainer.global_step % every:
+        if not ended or self._step is None or self.problem or not every or self.steps_done % every:
             return
         if (self._logs and trainer.loggers) or self._bar is not None:
-            step = trainer.global_step - 1  # the number under which Lightning logs the metrics of this step
+            step = self.steps_done - 1  # the number under which Lightning logs the metrics of this step
             replayed, calls = self._step.engine.counts()
             numbers = {"graph_replays": float(replayed), "replay_share": replayed / max(1, calls)}
             numbers.update(self._measurements.figures(self.device))
@@ -252,6 +276,7 @@ class Fit:
         """Give statistics to the progress bar, and to the loggers if they are to have them."""
         for step, values in arrived:
             self._in_bar = {short: values[name] for name, short in _IN_THE_BAR.items() if name in values}
+            self._in_bar["replays"] = f"{values['replay_share']:.0%}"
             for logger in self._trainer.loggers if self._logs else ():
                 logger.log_metrics({f"ampkit/{name}": value for name, value in values.items()}, step=step)
 

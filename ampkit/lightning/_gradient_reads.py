@@ -16,7 +16,7 @@ from .._errors import CaptureError, CaptureWarning
 from .._user_line import line_text, running_place
 
 # Lightning calls these between backward and the optimizer's step.
-_BEFORE_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+BEFORE_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 # When it calls these, the gradients of the last step are still there.
 _AFTER_STEP = ("on_train_batch_end", "on_train_epoch_end")
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "ampkit.")  # their callbacks use no gradients
@@ -46,11 +46,11 @@ class GradientUses(TorchFunctionMode):
             _WatchedHook(owner, name, self)
             for owner in (module, *callbacks)
             if not type(owner).__module__.startswith(_LIBRARIES)
-            for name in (*_BEFORE_STEP, *_AFTER_STEP)
+            for name in (*BEFORE_STEP, *_AFTER_STEP)
             if is_overridden(name, owner)
         ]
         self._running: _WatchedHook | None = None
-        self.hooks_before_step = [str(hook) for hook in self._hooks if hook.name in _BEFORE_STEP]
+        self.hooks_before_step = [str(hook) for hook in self._hooks if hook.name in BEFORE_STEP]
         self.gradients_exist = True  # as long as Lightning does the steps
         self.problem = ""  # which hook uses gradients, on which line, and what to write instead
         self.after_captured_step = False  # whether a hook used gradients there; the user was warned then

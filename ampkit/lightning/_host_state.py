@@ -46,6 +46,11 @@ _CONTAINERS = (list, dict, set)
 _COMPARABLE = (Tensor, *CONSTANTS, torch.dtype, torch.device)
 
 
+def changing_values(module: LightningModule) -> list[str]:
+    """Return the names in `ADVICE`. The optimizers do not change where `training_step` steps them itself."""
+    return [name for name in ADVICE if module.automatic_optimization or name != "optimizers"]
+
+
 class HostReads:
     """What a step and the methods it calls read of the Trainer, found in their bytecode.
 
@@ -54,7 +59,9 @@ class HostReads:
     """
 
     def __init__(self, module: LightningModule, method: str = "training_step") -> None:
-        readers: dict[str, str] = {}  # by attribute, which of the functions reads it
+        self.readers: dict[str, str] = {}  # by attribute, which of the functions reads it
+        readers = self.readers
+        self.strings: set[str] = set()  # the constants in these functions
         # The functions that the step may call are those whose name it reads, and so on, itself first. An attribute of
         # any object counts, since bytecode does not say whose it is.
         classes = [parent for parent in type(module).__mro__ if parent not in LightningModule.__mro__]
@@ -63,12 +70,14 @@ class HostReads:
             name = to_search.pop()
             for function in filter(None, (_function(vars(parent).get(name)) for parent in classes)):
                 found = dict.fromkeys(_attributes(function.__code__))
+                codes = (function.__code__, *codes_in(function.__code__))
+                self.strings.update(each for code in codes for each in code.co_consts if isinstance(each, str))
                 for attribute in found:
                     readers.setdefault(attribute, function.__qualname__)
                 to_search += [attribute for attribute in found if attribute not in seen]
                 seen.update(found)
         self.problem: Problem | None = None  # a value that is read, that changes in every call and would be frozen
-        changing = next((name for name in ADVICE if name in readers), None)
+        changing = next((name for name in changing_values(module) if name in readers), None)
         if changing is not None:
             frozen = f"{readers[changing]} reads self.{changing}, and a graph would freeze its value"
             self.problem = Problem(frozen, ADVICE[changing].format(HOOK_BEHIND[method]), graph_only=True)
@@ -137,8 +146,9 @@ class HostWrites:
             )
         elif updated:
             self.problem = (
-                f"{self._method} updates self.{updated[0]}, a metric of torchmetrics, which counts on the host. Return "
-                f"the metric's inputs (return {{'loss': loss, 'preds': preds}}), and update and log it in {hook}."
+                f"{self._method} updates self.{updated[0]}, a metric of torchmetrics, while it runs: it uses the value "
+                "that the metric returns, or the metric draws random numbers. A value that is only logged needs no "
+                f"update before the step has ended. Or return the metric's inputs, and update it in {hook}."
             )
         elif changed:
             advice = _IN_A_HOOK.format(hook)

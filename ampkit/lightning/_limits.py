@@ -15,12 +15,18 @@ from .._capture.ranks.shards import is_sharded, why_not_sharded
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import broken_kernel, why_not_called
 from .._torch.compile import cudagraphs_of_its_own
+from ._gradient_reads import BEFORE_STEP
 from ._host_state import HostReads
 
 # Every private name of Lightning that is used, with the reason. A test fails if Lightning removes one.
 PRIVATE_NAMES = {
     "DDPStrategy._ddp_comm_state": "communication hooks with state (PowerSGD, post-local SGD) count steps on the host",
+    "LightningOptimizer._on_before_step": "counts and times the steps that training_step makes, on the host",
+    "LightningOptimizer._on_after_step": "the same",
+    "LightningModule._current_fx_name": "the hook in which self.log is called",
 }
+HOOK = "_current_fx_name"
+AROUND_STEP = ("_on_before_step", "_on_after_step")  # attributes of a LightningOptimizer, in this order
 SEVERAL_RANKS = (DDPStrategy, ModelParallelStrategy)  # strategies whose ranks decide together
 # Methods of a module that are parts of the step, and what to write instead of overriding them.
 _PARTS_OF_STEP = {
@@ -38,12 +44,10 @@ def why_not(
 
     The plugin is the Trainer's own. The scaler is the user's, and takes the place of the plugin's if there is one.
     """
-    if not module.automatic_optimization:
-        return (
-            "automatic_optimization is False, so training_step steps the optimizers itself, and the callback cannot "
-            "capture that. Write a training loop of your own and capture the step with ampkit.graphed."
-        )
     if problem := _why_not_strategy(trainer.strategy):
+        return problem
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if not module.automatic_optimization and (problem := _why_not_manual(trainer.strategy, module, callbacks)):
         return problem
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
         return (
@@ -54,16 +58,40 @@ def why_not(
         return problem
     name = type(module).__name__
     for hook, advice in _PARTS_OF_STEP.items():
-        if is_overridden(hook, module):
+        if module.automatic_optimization and is_overridden(hook, module):
             return f"{name}.{hook} changes what a step does, and a replay would not call it. {advice}"
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return f"{name}.training_step takes its batches from dataloader_iter. Write training_step(self, batch)."
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return "StochasticWeightAveraging ends with an epoch without backward. Use EMAWeightAveraging."
     # Compiled code tells nobody what it reads of the Trainer.
     read = None if compile is None else HostReads(module).problem
     return "" if read is None else f"{read.what}. {read.advice}"
+
+
+def _why_not_manual(strategy: Strategy, module: LightningModule, callbacks: list[Callback]) -> str:
+    """Return why a `training_step` that steps the optimizers itself cannot be captured, "" if it can."""
+    if isinstance(strategy, SEVERAL_RANKS):
+        return (
+            f"automatic_optimization is False, and with {type(strategy).__name__} ampkit captures only steps that "
+            "Lightning writes. Use one device."
+        )
+    for callback in callbacks:
+        name = next((name for name in BEFORE_STEP if is_overridden(name, callback)), None)
+        if name is not None:
+            return (
+                f"automatic_optimization is False, so {type(callback).__name__}.{name} is called in training_step, and "
+                "a replay would not call it. Use on_train_batch_end."
+            )
+    reads = HostReads(module)
+    if (reader := reads.readers.get("lr_schedulers")) is not None:
+        return f"{reader} reads self.lr_schedulers(), and a replay steps none. Step them in on_train_batch_end."
+    if (reader := reads.readers.get("param_groups")) is not None and "lr" in reads.strings:
+        return (
+            f"{reader} reads param_groups, and 'lr' may be set there, which a replay would not do. Set learning rates "
+            "in on_train_batch_start, and log them with LearningRateMonitor."
+        )
+    return ""
 
 
 def _why_not_scaler(scaler: object) -> str:

@@ -37,6 +37,7 @@ class FitProtocol(Protocol):
     backward_done: bool
     problem: str
     closure_problem: str | None
+    steps_in_module: bool
 
     def prepare_step(self) -> bool: ...
 
@@ -64,6 +65,8 @@ class StepPrecision(Precision):
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as above
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
+        if self.fit.steps_in_module:  # and this is a part of its step, as all others
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         hooked = _is_hooked(model)
         if not self.fit.prepare_step():
             if self.fit.problem:

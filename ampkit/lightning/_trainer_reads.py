@@ -18,11 +18,12 @@ from .._torch.autograd.autograd import in_backward
 from .._torch.compile import noticing_compiled_code
 from .._undo import Undo, replace
 from .._user_line import running_line
-from ._host_state import ADVICE, HOOK_BEHIND, HostReads
+from ._host_state import ADVICE, HOOK_BEHIND, HostReads, changing_values
 from ._log_calls import catch_up
 
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _LOOPS = ("fit_loop", "validate_loop", "test_loop")  # their counters
+_COUNTERS = ("global_step", *_LOOPS)  # of steps, among others
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _OF_TRAINER = (
     *("global_step", "current_epoch", "is_last_batch", "logger", "loggers", "optimizers", "lr_scheduler_configs"),
@@ -52,6 +53,7 @@ class TrainerReads:
         self._watched = [
             _watched(owner, name, self._on_read)
             for owner, name in (*properties, *loops, *((module, name) for name in _OF_MODULE))
+            if name in (*changing_values(module), "current_epoch", *_LOOPS)
         ]
 
     @contextmanager
@@ -82,7 +84,7 @@ class TrainerReads:
         what = f"reads {name} of the Trainer, and a graph would freeze its value"
         self.noticed = True
         report_read(Problem(what, advice, graph_only=True), running_line(reader))
-        if name in _METRICS:
+        if name in (*_METRICS, *_COUNTERS):
             catch_up(self._module)
 
 

@@ -30,10 +30,11 @@ from .._step.window import NoStepError, Place, Window
 from .._torch.compile import GraphBreak
 from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable
+from ._metric_calls import all_made
 from ._trainer_reads import TrainerReads
 
 # Modules that a step in parts leaves to Python.
-_EAGER: dict[type[nn.Module], str] = {
+LEFT_EAGER: dict[type[nn.Module], str] = {
     LightningModule: "a LightningModule may call self.log, which a replay would leave out"
 }
 
@@ -57,7 +58,7 @@ class BatchPlace(NamedTuple):
 class NoLossError(NoStepError):
     """`training_step` returned no loss to call backward on. Lightning gets its output and decides what to do."""
 
-    def __init__(self, output: Any, log_calls: list[_log_calls.LogCall]) -> None:
+    def __init__(self, output: Any, log_calls: list[_log_calls.Call]) -> None:
         super().__init__("training_step returned no loss")
         self.output = output
         self.log_calls = log_calls
@@ -160,9 +161,9 @@ class TrainerStep:
             step.closure = (lambda: None,)
         state, name = step.state({"model": module}), "AmpkitCallback"
         self.engine = Engine(
-            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=_EAGER)
+            session_of(step, state, module, options, name, compile=compile, one_argument=True, eager=LEFT_EAGER)
         )
-        self._log = _log_calls.LogForwarder(module, device, on_step=True)
+        self._log = _log_calls.LogForwarder(module, device, True, context)
         self._further_args: tuple[Any, ...] = ()  # of training_step, after the batch
         self._window = Window(self._guarded_call, self.engine.run, step, 1)
         self._divisor = 1  # of the loss
@@ -221,6 +222,8 @@ class TrainerStep:
         self._problem = self._problem or writes.problem
         if not self._trainer_reads.noticed:  # where Python runs in each call, it logs the right number
             self._problem = self._problem or self._logged_numbers.problem(log_calls, batch)
+        if self._problem and not self._ranks.several:
+            self._calls_to_check = 0
         if self._calls_to_check == 0:
             if not self._ranks.agree(not self._problem):
                 self._stay_eager(self._problem or self._ranks.other_found)
@@ -241,12 +244,13 @@ class TrainerStep:
     def _loss(
         self, model: nn.Module, batch: Any, call: Callable[..., Any] | None = None
     ) -> tuple[Tensor, dict[_log_calls.Template, list[Tensor]]]:
-        with _log_calls.recorded(self._module, self._log) as log_calls:
+        with _log_calls.recorded(self._module, self._log, metrics=call is None) as log_calls:
             if call is None:
                 output = self._forward(batch, *self._further_args)
             else:  # as the strategy does, with compiled code in its innermost call
                 with self._context():
                     output = call(training_step_of, self._module, (batch, *self._further_args), {})
+            output = all_made(output)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise NoLossError(output, log_calls)  # for which Lightning skips the step, or raises an error

@@ -445,22 +445,11 @@ def test_readings_reach_the_progress_bar(tmp_path: Path, bar: Any, capsys: pytes
     options: dict[str, Any] = {"enable_progress_bar": True, "log_every_n_steps": 4, "callbacks": [progress, Look()]}
     fit(tmp_path, "cpu", "emulate", gradient_clip_val=1.0, logger=False, **options)
     assert {"grad_norm", "samples/s", "replays"} <= shown[-1].keys()
+    assert 0 < int(shown[-1]["replays"].removesuffix("%")) < 100  # the share of all batches
     assert "get_metrics" not in vars(progress)
 
 
 # -------------------------------------------------------------------------------------------- what cannot be captured
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.step()
 
 
 class OwnStep(Net):
@@ -514,7 +503,6 @@ def scaled_by(kind: type[torch.amp.GradScaler]) -> dict[str, Any]:
 LEFT_TO_LIGHTNING = [
     (Net, scaled_by(Bounded), "the Trainer's loss scale, Bounded, has a method update of its own"),
     (Lazy, {}, "has no shape yet, because a lazy module makes it when it is first called"),
-    (Manual, {}, "automatic_optimization is False"),
     (OwnStep, {}, "OwnStep.optimizer_step changes what a step does"),
     (OwnClip, {}, "OwnClip.configure_gradient_clipping changes"),
     (OwnZero, {}, "OwnZero.optimizer_zero_grad changes"),
@@ -677,16 +665,16 @@ class Appends(Net):
         return loss
 
 
-class LogsMetric(Net):
+class UsesMetric(Net):
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.mean(loss.detach())
+        weighted = loss * self.mean(loss.detach())
         self.log("mean", self.mean, on_step=True, on_epoch=True)
-        return loss
+        return weighted
 
 
 class LogsNumber(Net):
@@ -723,7 +711,7 @@ STEPPED_EAGERLY = [
     (UsesIndex, None, {}, "training_step computes with batch_idx"),
     (Counts, None, {}, "training_step changes self.seen on the host"),
     (Appends, None, {}, "training_step changes self.losses on the host"),
-    (LogsMetric, None, {}, "training_step updates self.mean, a metric of torchmetrics"),
+    (UsesMetric, None, {}, "training_step updates self.mean, a metric of torchmetrics, while it runs"),
     (LogsNumber, None, {}, "self.log('number', 1.0) in training_step"),
     (SkipsBatches, with_flags, {}, "training_step returned no loss"),
     (SkipsBatches, with_flags, {"accumulate_grad_batches": 3}, "training_step returned no loss"),

@@ -146,7 +146,7 @@ def import_errors(tree: ast.AST, file: str) -> Iterator[str]:
         root = module.partition(".")[0]
         if nested and root not in OPTIONAL:
             yield f"{file}:{line}: import of {module} belongs to the top of the file"
-        home = root == "lightning" and file.startswith("lightning/")
+        home = root in {"lightning", "torchmetrics"} and file.startswith("lightning/")  # the one needs the other
         if not nested and not home and root not in {"ampkit", "torch"} and root not in sys.stdlib_module_names:
             yield f"{file}:{line}: module-level import of {module}; `import ampkit` needs torch alone"
 

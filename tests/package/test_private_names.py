@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 
 from ampkit import lightning
 from ampkit._torch.guard import private
-from ampkit.lightning._limits import PRIVATE_NAMES
+from ampkit.lightning._limits import AROUND_STEP, HOOK, PRIVATE_NAMES
 
 
 def test_a_missing_name_is_an_import_error_that_says_which_torch_to_install():
@@ -25,8 +27,13 @@ def test_a_name_that_is_none_is_there():
 
 def test_private_names_of_lightning() -> None:
     """Every private name that is used is still there: a change upstream is noticed here, not in training."""
-    assert set(PRIVATE_NAMES) == {"DDPStrategy._ddp_comm_state"}
-    assert hasattr(DDPStrategy(), "_ddp_comm_state")
+    optimizer = LightningOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    owners = {type(owner).__name__: owner for owner in (DDPStrategy(), LightningModule())}
+    owners["LightningOptimizer"] = optimizer
+    for name in PRIVATE_NAMES:
+        owner, attribute = name.split(".")
+        assert hasattr(owners[owner], attribute)
+    assert {f"LightningOptimizer.{name}" for name in AROUND_STEP} | {f"LightningModule.{HOOK}"} <= set(PRIVATE_NAMES)
     source = "".join(file.read_text() for file in Path(lightning.__file__).parent.glob("*.py"))
     for name in set(
         re.findall(r"(?:trainer|strategy|pl_module|module|plugin|optimizer|fit_loop)\.(_[a-z]\w*)", source)

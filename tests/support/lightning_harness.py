@@ -170,8 +170,8 @@ class Run(NamedTuple):
             "loss scale": saved.get("MixedPrecision"),
             "progress": loops,
             "schedulers": saved["lr_schedulers"],
-            "rates": [group["lr"] for group in saved["optimizer_states"][0]["param_groups"]],
-            "moments": _by_parameter(saved["optimizer_states"][0]["state"]),
+            "rates": [group["lr"] for state in saved["optimizer_states"] for group in state["param_groups"]],
+            "moments": [_by_parameter(state["state"]) for state in saved["optimizer_states"]],
         }
 
     def logged(self) -> list[dict[str, str]]:

@@ -185,7 +185,8 @@ class Engine:
         if layout.refusal is IN_PARTS:
             return self._session.splitter.call(self, layout, key.phase, args, kwargs)
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)
-        reason = self._fallback.refused or layout.refusal or _NOT_AGREED
+        no_graph = _NOT_AGREED if self._ranks.several else _BEGINS_ANEW
+        reason = self._fallback.refused or layout.refusal or no_graph
         return self._eager.run(reason, lambda: fn(key.phase, *args, **kwargs))
 
     def _call_without_key(self, phase: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], _: list[Any]) -> Any:
@@ -523,6 +524,7 @@ class Engine:
 
 
 _NOT_AGREED = "the ranks have not agreed to capture yet"
+_BEGINS_ANEW = f"{WARM_UP} again: what could not be captured has been taken out of the graph"  # the optimizer's step
 _OTHER_ANSWER = "another answer to a question than the graph was captured with"
 _CHANGES = (
     "a call with another answer of the device than the one before has changed {0}, which a replay would not change "

@@ -107,7 +107,7 @@ class LeftTensors:
         changed = {(id(table), key) for table, key, _ in taken}
         lengths = {id(table): len(before) for table, before in self._before}
         lists = [(table, lengths[id(table)]) for table, key, _ in taken if key is _ALL]
-        now = Counter(id(tensor) for _, _, tensor in self.tensors())
+        now = Counter(id(tensor) for table, _, tensor in self.tensors() if id(table) not in self._left_alone)
         moved = {id(tensor) for _, _, value in taken for tensor in tensors_in(value)} | copied
         moved |= {each for each, count in now.items() if count > 1}
 

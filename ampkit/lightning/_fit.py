@@ -223,11 +223,22 @@ class Fit:
         """Take the place of `Strategy.training_step`."""
         if self._window_ended:
             self.read_statistics()
+        samples = _batch_size(args[0])
+        output, counts = self._batch(*args)
+        if counts and self.statistics.interval_start is None:
+            self.statistics.start_timing()
+        elif counts:
+            self.statistics.samples += samples
+            self.statistics.batches += 1
+        return output
+
+    def _batch(self, *args: Any) -> tuple[Any, bool]:
+        """Do the step of a batch. Return what `training_step` returned, and whether figures count it."""
         self.backward_done = False
         # In an optimizer step the precision plugin has asked already.
         if not self.in_optimizer_step and not self.prepare_step():
             self._window_ended = False
-            return self._lightning_step(*args)
+            return self._lightning_step(*args), False
         assert isinstance(self._step, TrainerStep)  # made by prepare_step
         trainer, steps_optimizer = self._trainer, self.in_optimizer_step
         window = trainer.accumulate_grad_batches
@@ -239,15 +250,7 @@ class Fit:
             output = self._step(place, *args)
         self.backward_done = self._step.backward_done
         self._window_ended = steps_optimizer
-        self._count_samples(args[0])
-        return output
-
-    def _count_samples(self, batch: Any) -> None:
-        if self.statistics.interval_start is None:
-            self.statistics.start_timing()
-        else:
-            self.statistics.samples += _batch_size(batch)
-            self.statistics.batches += 1
+        return output, True
 
     @property
     def steps_done(self) -> int:

@@ -152,9 +152,11 @@ class LogForwarder:
                 results[call.number] = call.make(self.device, self._context)
             else:
                 value = results[call.value.number] if isinstance(call.value, MetricResult) else call.value
+                if call.hook == getattr(self._module, HOOK):
+                    self._log(value, call)
+                    continue
                 with Undo() as undo:
-                    if call.hook != getattr(self._module, HOOK):
-                        replace(undo, self._module, HOOK, call.hook)
+                    replace(undo, self._module, HOOK, call.hook)
                     self._log(value, call)
 
     def _log(self, value: Any, call: LogCall) -> None:

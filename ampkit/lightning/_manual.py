@@ -50,21 +50,17 @@ class ManualFit(Fit):
         """The batches so far. How many optimizer steps each of them is, is the module's own."""
         return self._batches
 
-    def _training_step(self, *args: Any) -> Any:
-        """Take the place of `Strategy.training_step`."""
-        if self._window_ended:
-            self.read_statistics()
+    def _batch(self, *args: Any) -> tuple[Any, bool]:
         step = None if self.problem else self._manual_step()
         if step is None:
-            return self._lightning_step(*args)
+            return self._lightning_step(*args), False
         try:
             output = step.call_batch(self._trainer.current_epoch, *args)
         finally:
             if step.problem:
                 self._leave(step.problem)
         self._batches, self._window_ended = self._trainer.fit_loop.total_batch_idx + 1, True
-        self._count_samples(args[0])
-        return output
+        return output, True
 
     def _manual_step(self) -> "ManualStep | None":
         """Return what does the batches. None if that is Lightning, as it is for the rest of the fit."""

@@ -210,10 +210,10 @@ def test_outputs_are_the_callers(engine: Engine) -> None:
     batches = stack(make_batches(engine[0], [4] * 20))
     run.step.scan(*batches)
     out = run.step.scan(*batches)
-    before = pytree.tree_map(lambda tensor: tensor.clone(), tuple(out))
+    before = pytree.tree_map_only(Tensor, torch.clone, tuple(out))
     run.step.scan(*batches)
     assert_same(tuple(out), before)
-    pytree.tree_map(lambda tensor: tensor.zero_(), tuple(out))
+    pytree.tree_map_only(Tensor, torch.zero_, tuple(out))
     again = run.step.scan(*batches)
     assert again.loss.all()
 

@@ -49,7 +49,7 @@ Make = Callable[..., Run]
 
 def of_window(outs: Sequence[ampkit.StepOutput]) -> ampkit.StepOutput:
     """Return what `window` must return for calls that returned these."""
-    return of_singles(outs)._replace(grad_norm=outs[-1].grad_norm, skipped=outs[-1].skipped)
+    return of_singles(outs)._replace(grad_norm=outs[-1].grad_norm, skipped=outs[-1].skipped, stepped=True)
 
 
 def of_short_window(run: Run, batches: Sequence[Sequence[Tensor]]) -> ampkit.StepOutput:
@@ -173,10 +173,10 @@ def test_outputs_are_the_callers(engine: Engine, size: int) -> None:
     for _ in range(6):
         run.step.window(*batches)
     out = run.step.window(*(column[:size] for column in batches))
-    before = pytree.tree_map(lambda tensor: tensor.clone(), tuple(out))
+    before = pytree.tree_map_only(Tensor, torch.clone, tuple(out))
     run.step.window(*batches)
     assert_same(tuple(out), before)
-    pytree.tree_map(lambda tensor: tensor.zero_(), tuple(out))
+    pytree.tree_map_only(Tensor, torch.zero_, tuple(out))
     again = run.step.window(*batches)
     assert again.loss.all()
     assert not again.skipped

@@ -54,7 +54,8 @@ def made(size: int = 3) -> tuple[Window, Calls, Observer, list[str]]:
     step: Any = SimpleNamespace(
         scaler=ampkit.GradScaler("cpu", enabled=False),
         observer=observer,
-        finish=lambda *given, **_: (torch.ones(()), given),
+        finish=lambda phase, prepared=None, **_: (torch.ones(()), (phase.accumulated, phase.observed, prepared)),
+        after_every=1,
     )
 
     def run(reason: str, fn: Any) -> Any:

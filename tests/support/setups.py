@@ -462,7 +462,8 @@ class HandTraining(Training):
         if aux is not None:
             aux["more"][0] = aux["more"][0].detach().float()
         skipped = torch.tensor(False, device=self.setup.device)
-        return {"loss": loss.detach().float(), "aux": aux, "grad_norm": norm, "skipped": skipped}
+        stepped = self._micro == 0
+        return {"loss": loss.detach().float(), "aux": aux, "grad_norm": norm, "skipped": skipped, "stepped": stepped}
 
     def _flush(self) -> None:
         if self._micro:

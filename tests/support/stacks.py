@@ -73,6 +73,7 @@ def of_singles(outs: Sequence[ampkit.StepOutput]) -> ampkit.StepOutput:
         pytree.tree_unflatten(aux, flat[0][1]),
         torch.stack(norms) if norms else None,
         torch.stack([out.skipped for out in outs]),
+        tuple(out.stepped for out in outs),
     )
 
 

@@ -55,7 +55,8 @@ def read_options(trainer: Any) -> dict[str, Any]:
     if values["compile"] is not None:
         check_choice(where, "compile", values["compile"], COMPILE)
     Options(**{each.name: values[each.name] for each in fields(Options)}).checked(where)
-    return options
+    # "auto" may make a call twice, and a Trainer may count on the host. Its bits are those of the answer False.
+    return {"capturing": False, **options}
 
 
 def why_not(trainer: Any, model: nn.Module) -> str:

@@ -38,7 +38,8 @@ class GraphedTrainerMixin:
     Attributes:
         graph_options: options of `graphed_step` as a dict, which your class may set: `graph`, `warmup`, `verify`,
             `on_failure`, `generators`, `max_graphs`, `memory_budget`, `capturing`, `annotate`, `host_writes`, `cuts`,
-            `arithmetic` and `compile`. Other ones are told by `TrainingArguments`.
+            `arithmetic` and `compile`. Other ones are told by `TrainingArguments`. `capturing` is False if it is not
+            set, since `compute_loss` may count on the host, and "auto" may call it twice for a batch.
 
     Raises:
         ValueError: for another option, or a class that puts Trainer in front; in `train`, for a value that cannot be.

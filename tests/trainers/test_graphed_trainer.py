@@ -274,9 +274,9 @@ class Reads(ChangesLoss):
 def test_a_loss_that_reads_the_device(untimed: None) -> None:
     """The line is named, and the modules around it are captured one by one."""
     with pytest.warns(ampkit.CaptureWarning, match=r"loss.item\(\)"):
-        trainer, state = trained(graphed(Reads, graph="emulate"), "cpu", num_train_epochs=4)
-    assert trainer.graph_report().replays > 0
-    assert_same(state, trained(Reads, "cpu", num_train_epochs=4)[1])
+        trainer, state = trained(graphed(Reads, graph="emulate"), "cpu")
+    assert "captured by itself: transformer.h.0" in str(trainer.graph_report())
+    assert_same(state, trained(Reads, "cpu")[1])
 
 
 class OfGradients(transformers.TrainerCallback):

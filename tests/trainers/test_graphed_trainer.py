@@ -1,8 +1,10 @@
 """A Trainer of transformers with `GraphedTrainerMixin` has the bits of the Trainer without it."""
 
-import copy
+import json
 import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,12 +14,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import trainer_setups
 from harness import ENGINES, assert_same, bits
 from models import repeatable
+from ports import free_port
 from tape import taped
 from torch import Tensor
+from trainer_setups import graphed, state_of, trained, trainer_of
 
 import ampkit
+from ampkit import _user_line
+from ampkit._capture.host import calls, objects, roots
 from ampkit.transformers import GraphedTrainerMixin
 from ampkit.transformers._limits import PRIVATE_NAMES
 
@@ -25,12 +32,22 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 Engine = tuple[str, str]
-RATE = 2**-10  # float32 represents it exactly, so that a step on CUDA has the bits of a loop with a Python float
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take transformers and accelerate for installed packages, in whatever folder they are."""
+    is_users_file = _user_line.is_users_file
+    homes = tuple(str(Path(package.__file__).parent) for package in (transformers, accelerate))
+    for module in (_user_line, calls, objects, roots):
+        monkeypatch.setattr(
+            module, "is_users_file", lambda filename: is_users_file(filename) and not filename.startswith(homes)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -43,66 +60,6 @@ def repeatable_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     random.setstate(python)
     numpy.random.set_state(of_numpy)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def graphed(base: type, **options: Any) -> type:
-    """Return this Trainer with the mixin in front of it."""
-    return type(f"Graphed{base.__name__}", (GraphedTrainerMixin, base), {"graph_options": options})
-
-
-def texts() -> list[dict[str, Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 64, (22, 12), generator=made)
-    mask = (torch.arange(12) < 9).long()  # each batch has padding, so that attention takes one kernel in all of them
-    return [{"input_ids": row, "attention_mask": mask, "labels": row.where(mask > 0, -100)} for row in ids]
-
-
-def trainer_of(kind: type, device: str, callbacks: Any = (), by_tokens: bool = True, **options: Any) -> Any:
-    """Return a Trainer of a small GPT-2 with dropout: 11 batches in each of two epochs, two per optimizer step."""
-    chosen = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.0,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": device == "cpu",
-        "dataloader_pin_memory": False,
-        **copy.deepcopy(options),  # transformers changes what it is given
-    }
-    sizes = {"vocab_size": 64, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 12}
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, use_cache=False)
-    )
-    arguments = transformers.TrainingArguments("output", **chosen)
-    data = texts()
-    trainer = kind(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[*callbacks])
-    trainer.model_accepts_loss_kwargs = by_tokens
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Return the bits of all that was trained, and what was logged."""
-    state: dict[str, Any] = {name: bits(tensor) for name, tensor in trainer.model.state_dict().items()}
-    for i, values in enumerate(trainer.optimizer.state.values()):
-        state |= {f"{key} of parameter {i}": bits(torch.as_tensor(value)) for key, value in values.items()}
-    logged = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss")
-    history = [{name: row[name] for name in logged if name in row} for row in trainer.state.log_history]
-    rates = trainer.lr_scheduler.state_dict()["_last_lr"]
-    return {**state, "logged": history, "rates": rates, "random numbers": bits(torch.rand(4))}
-
-
-def trained(kind: type, device: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    trainer = trainer_of(kind, device, **options)
-    trainer.train()
-    return trainer, state_of(trainer)
 
 
 LINEAR = {"lr_scheduler_type": "linear", "warmup_steps": 3}  # on CUDA its rates are rounded to float32
@@ -382,3 +339,27 @@ def test_private_names() -> None:
         owner, attribute = name.split(".")
         kind = {"Trainer": transformers.Trainer, "AcceleratedOptimizer": AcceleratedOptimizer}[owner]
         assert hasattr(kind, attribute) or attribute in kind.__init__.__code__.co_names
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_processes(tmp_path: Path) -> None:
+    """Under DDP the bits are those of the Trainer; gradients are averaged once per optimizer step."""
+    support = Path(trainer_setups.__file__).parent
+    script = support / "trainer_ranks.py"
+    folders = [str(support.parents[1]), str(support), str(support.parent / "benchmarks")]
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"float32"')))
+    assert not [row["differs"] for row in rows.values() if row["differs"]]
+    assert [row["replays"] for row in rows.values()] == [28, 28, 32, 0]
+    assert "ddp_find_unused_parameters=False" in rows["looks for unused parameters"]["failure"]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from harness import assert_same
 from models import repeatable
-from trainer_setups import graphed, trained
+from trainer_setups import graphed, taken_for_installed, trained
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -32,7 +32,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows = {}
     for name, options in CASES.items():
-        with repeatable(strict=True):
+        with repeatable(strict=True), taken_for_installed():
             trainer, state = trained(graphed(transformers.Trainer, graph="emulate"), "cpu", **{**EACH, **options})
             _, plain = trained(transformers.Trainer, "cpu", **{**EACH, **options})
         report = trainer.graph_report()

@@ -1,15 +1,38 @@
 """Trainers of transformers for tests: a small GPT-2, with `GraphedTrainerMixin` and without."""
 
 import copy
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from harness import bits
 from torch import Tensor
 
+from ampkit import _user_line
+from ampkit._capture.host import calls, objects, roots
 from ampkit.transformers import GraphedTrainerMixin
 
 RATE = 2**-10  # float32 represents it exactly, so that a step on CUDA has the bits of a loop with a Python float
+
+
+@contextmanager
+def taken_for_installed() -> Iterator[None]:
+    """Take transformers and accelerate for installed packages, in whatever folder they are."""
+    is_users_file = _user_line.is_users_file
+    specs = map(importlib.util.find_spec, ("transformers", "accelerate"))
+    homes = tuple(str(Path(spec.origin).parent) for spec in specs if spec is not None and spec.origin is not None)
+
+    def is_users(filename: str) -> bool:
+        return is_users_file(filename) and not filename.startswith(homes)
+
+    with ExitStack() as stack:
+        for module in (_user_line, calls, objects, roots):
+            stack.enter_context(mock.patch.object(module, "is_users_file", is_users))
+        yield
 
 
 def graphed(base: type, **options: Any) -> type:

@@ -20,11 +20,9 @@ from models import repeatable
 from ports import free_port
 from tape import taped
 from torch import Tensor
-from trainer_setups import graphed, state_of, trained, trainer_of
+from trainer_setups import graphed, state_of, taken_for_installed, trained, trainer_of
 
 import ampkit
-from ampkit import _user_line
-from ampkit._capture.host import calls, objects, roots
 from ampkit.transformers import GraphedTrainerMixin
 from ampkit.transformers._limits import PRIVATE_NAMES
 
@@ -40,22 +38,11 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take transformers and accelerate for installed packages, in whatever folder they are."""
-    is_users_file = _user_line.is_users_file
-    homes = tuple(str(Path(package.__file__).parent) for package in (transformers, accelerate))
-    for module in (_user_line, calls, objects, roots):
-        monkeypatch.setattr(
-            module, "is_users_file", lambda filename: is_users_file(filename) and not filename.startswith(homes)
-        )
-
-
-@pytest.fixture(autouse=True)
 def repeatable_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
     python, of_numpy = random.getstate(), numpy.random.get_state()  # the Trainer seeds both
-    with repeatable(strict=True):
+    with repeatable(strict=True), taken_for_installed():
         yield
     random.setstate(python)
     numpy.random.set_state(of_numpy)
@@ -265,7 +252,8 @@ def test_resume(engine: Engine) -> None:
     device, graph = engine
     options = {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 7, "logging_steps": 100}
     kind = graphed(transformers.Trainer, graph=graph)
-    with pytest.warns(ampkit.CaptureWarning, match="config.dtype changed from None to 'float32'"):  # by saving
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*config.dtype changed from None to 'float32'")  # by saving
         _, whole = trained(kind, device, **options)
     for resumes in (kind, transformers.Trainer):
         trainer = trainer_of(resumes, device, **options)

@@ -59,8 +59,11 @@ def read_options(trainer: Any) -> dict[str, Any]:
     return {"capturing": False, **options}
 
 
-def why_not(trainer: Any, model: nn.Module) -> str:
-    """Return why ampkit cannot do the steps of this training and what to write instead, "" if it can."""
+def why_not(trainer: Any, model: nn.Module, reader: str) -> str:
+    """Return why ampkit can capture nothing of this training and what to write instead, "" if it can.
+
+    `reader` is what `reads_gradients` returned.
+    """
     args, accelerator = trainer.args, trainer.accelerator
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in _DISTRIBUTED:
@@ -86,15 +89,15 @@ def why_not(trainer: Any, model: nn.Module) -> str:
     scaler = accelerator.scaler
     if scaler is not None and type(scaler) is not GradScaler:
         return f"the loss scale is a {type(scaler).__name__}, and a replay would not call its methods."
-    return _why_not_code(trainer)
+    return reader if accelerator.num_processes > 1 else ""
 
 
-def _why_not_code(trainer: Any) -> str:
-    """Return which code of the user's could read gradients, that are None where it is called; "" if there is none."""
+def reads_gradients(trainer: Any) -> str:
+    """Return which code of the user's could read gradients, which are None behind a whole step; "" if there is none."""
     for name in ("_clip_grad_norm", "_get_grad_norm"):
         for owner in type(trainer).__mro__:
             if name in vars(owner) and owner.__module__ not in (__package__ + "._mixin", "transformers.trainer"):
-                return f"{owner.__name__}.{name} may read gradients, which a graph does not leave. Use max_grad_norm."
+                return f"{owner.__name__}.{name} may read gradients, which no whole step leaves. Use max_grad_norm."
     for callback in trainer.callback_handler.callbacks:
         for name in _OF_GRADIENTS:
             module: str = getattr(getattr(type(callback), name, None), "__module__", "transformers")

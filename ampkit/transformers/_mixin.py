@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from .._capture.graph.report import Report
 from .._errors import CaptureError, CaptureWarning, InputMismatch
-from ._limits import read_options, why_not
-from ._trainer_graphs import TrainerGraphs
+from .._user_line import users_level
+from ._limits import read_options, reads_gradients, why_not
+from ._trainer_graphs import GradientGraphs, TrainerGraphs
 
 
 class GraphedTrainerMixin:
@@ -27,8 +28,9 @@ class GraphedTrainerMixin:
     a training does something that a graph cannot contain, a warning names it, and the Trainer trains as always.
 
     The bits are those of the Trainer, but for what docs/capture.md says of clipping and of the learning rate on CUDA.
-    `param.grad` is None wherever the Trainer, or a callback, could read it. With a callback that could, because it has
-    `on_pre_optimizer_step`, `on_optimizer_step` or `on_substep_end`, nothing is captured.
+    A callback could read gradients, or weights before the optimizer steps, if it has `on_pre_optimizer_step`,
+    `on_optimizer_step` or `on_substep_end`. Then forward and backward alone are captured, on one device. Elsewhere
+    `param.grad` is None behind each call.
 
     With `logging_nan_inf_filter`, which is the default, the Trainer waits for each loss to see whether it is finite.
     Here it is filtered on the device, unless your class has a `training_step` of its own. With a loss scale (fp16) and
@@ -47,7 +49,7 @@ class GraphedTrainerMixin:
     """
 
     graph_options: ClassVar[Mapping[str, Any]] = {}
-    _graphs: TrainerGraphs | None = None  # of the training that is under way
+    _graphs: TrainerGraphs | GradientGraphs | None = None  # of the training that is under way
     _left_to_trainer: bool = False  # whether this training is
     _last_report: Report | None = None
 
@@ -91,22 +93,32 @@ class GraphedTrainerMixin:
     def _begin(self, model: nn.Module, training_step: Any) -> None:
         """Capture what follows. Here the Trainer has made model and optimizer, and has loaded a checkpoint."""
         options = read_options(self)
-        problem = why_not(self, model)
+        reader = reads_gradients(self)
+        problem = why_not(self, model, reader)
         if not problem:
             try:
-                self._graphs = TrainerGraphs(self, model, training_step, options)
-                return
+                if not reader:
+                    self._graphs = TrainerGraphs(self, model, training_step, options)
+                else:
+                    options = {name: value for name, value in options.items() if name not in ("arithmetic", "compile")}
+                    self._graphs = GradientGraphs(self, model, training_step, options)
             except (NotImplementedError, ValueError) as error:  # of this model, or this optimizer
                 problem = str(error)
-        self._leave_to_trainer(problem)
+        if problem:
+            self._leave_to_trainer(problem)
+        elif reader:
+            text = f"GraphedTrainerMixin: {reader} Forward and backward are captured, and the Trainer does the rest."
+            self._warn(text)
 
     def _leave_to_trainer(self, problem: str) -> None:
         self._end()
         self._left_to_trainer, self._last_report = True, Report(0, 0, 0, 0, {}, 0, (), 0, problem)
-        text = f"GraphedTrainerMixin: {problem} The Trainer trains without ampkit."
+        self._warn(f"GraphedTrainerMixin: {problem} The Trainer trains without ampkit.")
+
+    def _warn(self, text: str) -> None:
         if self.graph_options.get("on_failure") == "raise":
             raise CaptureError(text)
-        warnings.warn(text, CaptureWarning, stacklevel=4)
+        warnings.warn(text, CaptureWarning, stacklevel=users_level())
 
     def _end(self) -> None:
         """Give the Trainer its own optimizer and loss scale back."""
@@ -126,8 +138,10 @@ class GraphedTrainerMixin:
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Return the norm of the gradients, which the step has clipped."""
         plain: Any = super()
-        return plain._clip_grad_norm(model) if self._graphs is None else self._graphs.grad_norm
+        return self._graphs.grad_norm if isinstance(self._graphs, TrainerGraphs) else plain._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         plain: Any = super()
-        return plain._get_grad_norm(model, grad_norm) if self._graphs is None else self._graphs.take_grad_norm()
+        if isinstance(self._graphs, TrainerGraphs):
+            return self._graphs.take_grad_norm()
+        return plain._get_grad_norm(model, grad_norm)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._capture.graph.report import Report
 from .._errors import AmpkitError
 from .._optimizer.scaler import GradScaler
+from .._step.graphed import graphed
 from .._step.graphed_step import graphed_step
 from .._step.window import Place
 from .._torch.optimizers import supports_amp_scaling
@@ -65,6 +66,64 @@ class _OptimizerStep:
 _PREPARED, _NOT_SPLIT = _AsItIs(), _NotSplit()  # objects, as ampkit takes a function of its own for one that hides
 
 
+def prepared(trainer: Any, model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """Do what the Trainer does before a forward, and return the arguments of the call that does the rest.
+
+    The last one is the number of micro-batches by which the Trainer may divide the loss. As it is an argument, each
+    number has graphs of its own.
+    """
+    model.train()  # before the call, because train and eval mode have graphs of their own
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()
+    inputs = trainer._prepare_inputs(inputs)
+    return dict(inputs), type(inputs), trainer.current_gradient_accumulation_steps
+
+
+def replace_within_call(undo: Undo, trainer: Any, **of_accelerator: Any) -> None:
+    """Have the Trainer's `training_step` take the batch as it is, and replace methods of its accelerator."""
+    of_trainer = {"_prepare_inputs": _PREPARED, "_prepare_context_parallel_inputs": _NOT_SPLIT}
+    for owner, methods in ((trainer, of_trainer), (trainer.accelerator, of_accelerator)):
+        for name, method in methods.items():
+            undo.note(vars(owner).pop, name, None)
+            setattr(owner, name, method)
+
+
+class GradientGraphs:
+    """Calls the Trainer's `training_step` as a graph, and leaves the gradients in `param.grad` for the Trainer.
+
+    Attributes:
+        has_gradients: False, as the Trainer can go on without graphs behind each call.
+        several: False, as there is one process.
+    """
+
+    has_gradients: bool = False
+    several: bool = False
+
+    def __init__(
+        self, trainer: Any, model: nn.Module, training_step: Callable[..., Tensor], options: Mapping[str, Any]
+    ) -> None:
+        self._trainer, self._model, self._training_step = trainer, model, training_step
+        self._function = graphed(modules=(model,), **options)(self._call)
+
+    def __call__(self, inputs: Any, num_items_in_batch: Any) -> Any:
+        """Do forward and backward of this micro-batch. Return what `training_step` returned."""
+        arguments = prepared(self._trainer, self._model, inputs)
+        with Undo() as undo:
+            replace_within_call(undo, self._trainer)
+            return self._function(num_items_in_batch, *arguments)
+
+    def _call(self, num_items_in_batch: Any, inputs: dict[str, Any], kind: type, micro_batches: int) -> Tensor:
+        return self._training_step(self._model, inputs if kind is dict else kind(inputs), num_items_in_batch)
+
+    def report(self) -> Report:
+        """Return graphs, replays, and eager calls with reasons, so far. Waits for the device."""
+        return self._function.report()
+
+    def end(self) -> None:
+        """Release the graphs."""
+        self._function.close()
+
+
 class TrainerGraphs:
     """Calls the Trainer's `training_step`, and does backward and optimizer step with it, eagerly or as a graph.
 
@@ -100,8 +159,8 @@ class TrainerGraphs:
         self.has_gradients: bool = False
         self.several: bool = self._accelerator.num_processes > 1
         # A class with a training_step of its own gets each loss as it is.
-        overridden = vars(type(trainer)).get("training_step") or type(trainer).training_step
-        self._filters = self._args.logging_nan_inf_filter and overridden.__module__ == __package__ + "._mixin"
+        is_mixins = type(trainer).training_step.__module__.startswith(f"{__package__}.")
+        self._filters = self._args.logging_nan_inf_filter and is_mixins
         # accelerate takes a step for one that was not skipped if torch's scaler calls `step`, as it does where the
         # optimizer skips by itself (fused=True). The Trainer then steps the schedule.
         self._reads_skipped = own is not None and not supports_amp_scaling(self._optimizer.optimizer)
@@ -112,39 +171,20 @@ class TrainerGraphs:
 
     def __call__(self, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Do what belongs to this micro-batch. Return what `training_step` returned, filtered as by the Trainer."""
-        trainer = self._trainer
-        self._model.train()  # before the call, because train and eval mode have graphs of their own
-        if callable(getattr(self._optimizer, "train", None)):
-            self._optimizer.train()
-        inputs = trainer._prepare_inputs(inputs)
+        arguments = prepared(self._trainer, self._model, inputs)
         last = bool(self._accelerator.sync_gradients)
         with Undo() as undo:
-            for owner, name, value in (
-                (trainer, "_prepare_inputs", _PREPARED),
-                (trainer, "_prepare_context_parallel_inputs", _NOT_SPLIT),
-                (self._accelerator, "backward", self._loss_seen),
-            ):
-                undo.note(vars(owner).pop, name, None)
-                setattr(owner, name, value)
-            out = self._step._call_at(
-                Place(False, last, ()),
-                dict(inputs),
-                num_items_in_batch,
-                type(inputs),
-                trainer.current_gradient_accumulation_steps,
-            )
+            replace_within_call(undo, self._trainer, backward=self._loss_seen)
+            out = self._step._call_at(Place(False, last, ()), num_items_in_batch, *arguments)
         self.has_gradients = not last
         if last:
             self._has_stepped(out.grad_norm, out.skipped)
         return self._filtered(out.aux)
 
     def _loss(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any, kind: type, micro_batches: int
+        self, model: nn.Module, num_items_in_batch: Any, inputs: dict[str, Any], kind: type, micro_batches: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss to call backward on, and what `training_step` returned.
-
-        It reads `micro_batches` of the Trainer. As an argument each number has graphs of its own.
-        """
+        """Return the loss to call backward on, and what `training_step` returned."""
         self._loss_seen.value = None
         returned = self._training_step(model, inputs if kind is dict else kind(inputs), num_items_in_batch)
         loss, self._loss_seen.value = self._loss_seen.value, None

@@ -72,11 +72,22 @@ def prepared(trainer: Any, model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     The last one is the number of micro-batches by which the Trainer may divide the loss. As it is an argument, each
     number has graphs of its own.
     """
+    _reduce_gradients(model)
     model.train()  # before the call, because train and eval mode have graphs of their own
     if callable(getattr(trainer.optimizer, "train", None)):
         trainer.optimizer.train()
     inputs = trainer._prepare_inputs(inputs)
     return dict(inputs), type(inputs), trainer.current_gradient_accumulation_steps
+
+
+def _reduce_gradients(model: Any) -> None:
+    """Have `fully_shard` reduce gradients in each micro-batch: the Trainer has it do so in the last one only.
+
+    A graph adds up shards, and no whole gradients. Behind each call the Trainer sets the same.
+    """
+    set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
+    if set_sync is not None:
+        set_sync(True)
 
 
 def replace_within_call(undo: Undo, trainer: Any, **of_accelerator: Any) -> None:
@@ -143,6 +154,7 @@ class TrainerGraphs:
         self._trainer, self._model, self._training_step = trainer, model, training_step
         self._accelerator, self._optimizer, self._args = trainer.accelerator, trainer.optimizer, trainer.args
         max_norm = self._args.max_grad_norm
+        _reduce_gradients(model)
         self._trainers_scaler = own = self._accelerator.scaler
         self._scaler = GradScaler(self._args.device.type, enabled=own is not None)
         if own is not None:

@@ -78,6 +78,8 @@ class GraphedTrainerMixin:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Do the part of an optimizer step that belongs to this batch. Return the loss. Sync: see the class."""
         plain: Any = super()
+        if self._graphs is not None and self._graphs.is_outdated():
+            self._end()
         if self._graphs is None and not self._left_to_trainer:
             self._begin(model, plain.training_step)
         if self._graphs is not None:

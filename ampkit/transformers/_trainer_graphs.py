@@ -126,6 +126,10 @@ class GradientGraphs:
     def _call(self, num_items_in_batch: Any, inputs: dict[str, Any], kind: type, micro_batches: int) -> Tensor:
         return self._training_step(self._model, inputs if kind is dict else kind(inputs), num_items_in_batch)
 
+    def is_outdated(self) -> bool:
+        """Return False: the Trainer clips."""
+        return False
+
     def report(self) -> Report:
         """Return graphs, replays, and eager calls with reasons, so far. Waits for the device."""
         return self._function.report()
@@ -153,7 +157,7 @@ class TrainerGraphs:
     ) -> None:
         self._trainer, self._model, self._training_step = trainer, model, training_step
         self._accelerator, self._optimizer, self._args = trainer.accelerator, trainer.optimizer, trainer.args
-        max_norm = self._args.max_grad_norm
+        self._max_norm = max_norm = self._args.max_grad_norm
         _reduce_gradients(model)
         self._trainers_scaler = own = self._accelerator.scaler
         self._scaler = GradScaler(self._args.device.type, enabled=own is not None)
@@ -229,6 +233,10 @@ class TrainerGraphs:
         self._args.logging_nan_inf_filter = False
         mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
+
+    def is_outdated(self) -> bool:
+        """Return whether a callback has set another `max_grad_norm`, so that graphs must be made anew."""
+        return self._args.max_grad_norm != self._max_norm and not self.has_gradients
 
     def report(self) -> Report:
         """Return graphs, replays, and eager steps with reasons, so far. Waits for the device."""

@@ -208,6 +208,20 @@ def test_a_number_of_a_loss_of_the_users() -> None:
     assert_same(state, run(Weighted)[1])
 
 
+class Clips(transformers.TrainerCallback):
+    """Begins to clip after the fifth step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.max_grad_norm = 0.25 if state.global_step >= 5 else 0.0
+
+
+def test_another_norm_to_clip_to() -> None:
+    kind = graphed(transformers.Trainer, graph="emulate", arithmetic="torch")
+    trainer, state = trained(kind, "cpu", callbacks=[Clips()])
+    assert trainer.graph_report().replays == 2  # of the graphs that clip
+    assert_same(state, trained(transformers.Trainer, "cpu", callbacks=[Clips()])[1])
+
+
 class Reads(ChangesLoss):
     """Reads a number from the device in each step."""
 

@@ -224,12 +224,7 @@ def graphed_step(
         hint_at_one_step(model, optimizers[0], loss_fn)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_scaler(scaler, policy, device)
-    if ranks.sharded:
-        refuse_several("optimizer", optimizers, "a model that fully_shard has split")
-    if arithmetic == "torch":
-        refuse_several("arithmetic='torch'", optimizers, "this arithmetic")
-    if before_step is not None and ranks.sharded and scaler.is_enabled():
-        raise NotImplementedError(f"graphed_step(before_step): {_NOT_ON_SHARDS}")
+    _refuse_together(optimizers, arithmetic, sharded=ranks.sharded, changes=before_step is not None, scaler=scaler)
     for each in optimizers:
         sum_in_order_of(model, each)
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
@@ -566,10 +561,19 @@ def session_of(
     )
 
 
-_NOT_ON_SHARDS = (
-    "with a loss scale, and parameters that fully_shard has split, each rank would look for overflows by itself. Use "
-    "bfloat16, or max_norm=."
-)
+def _refuse_together(
+    optimizers: Sequence[torch.optim.Optimizer], arithmetic: str, *, sharded: bool, changes: bool, scaler: GradScaler
+) -> None:
+    """Raise a `NotImplementedError` for arguments that do not go together yet; `changes`: there is a `before_step`."""
+    if sharded:
+        refuse_several("optimizer", optimizers, "a model that fully_shard has split")
+    if arithmetic == "torch":
+        refuse_several("arithmetic='torch'", optimizers, "this arithmetic")
+    if changes and sharded and scaler.is_enabled():
+        raise NotImplementedError(
+            "graphed_step(before_step): with a loss scale, and parameters that fully_shard has split, each rank would "
+            "look for overflows by itself. Use bfloat16, or max_norm=."
+        )
 
 
 def _blocker(model: nn.Module, loss_fn: Callable[..., Any], options: Options) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .._text import CONSTANTS
 from .._torch.tensors.modes import WatchingMode
-from .._torch.tensors.operators import written_arguments
+from .._torch.tensors.operators import all_written, written_arguments
 from .._torch.tensors.tensors import is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
 from .step_kind import gradients, parameters
@@ -268,7 +268,7 @@ class WrittenBackup(WatchingMode):
     def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Save what an operation writes to, and run it."""
         kwargs = kwargs or {}
-        for tensor in written_arguments(op, args, kwargs) if hasattr(op, "overloadpacket") else ():
+        for tensor in all_written(op, args, kwargs) if hasattr(op, "overloadpacket") else ():
             if (address := storage_address(tensor)) not in self._known:
                 self._known.add(address)
                 whole = _whole(tensor)

@@ -228,7 +228,7 @@ def graphed_step(
     for each in optimizers:
         sum_in_order_of(model, each)
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
-    not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch)
+    not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     check_at_least("graphed_step", "after_every", after_every, 1, "the number of optimizer steps")
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)

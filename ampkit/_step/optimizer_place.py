@@ -1,6 +1,9 @@
-"""Where the optimizer steps: as a part of the graphs, or eagerly behind each of them."""
+"""Where the optimizer steps, and `after_step` is called: as a part of the graphs, or eagerly behind each of them."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -44,6 +47,10 @@ class OptimizerPlace(MovableOptimizer):
         why_behind: why they step behind the graphs at first; "" if they are a part of them and stay one.
         may_join: those that may become a part.
         holds: whether they are a part from the beginning, with their rates as constants. They leave if one changes.
+        follower: `after_step`, if it may leave the graphs. It does where one of its lines cannot be captured.
+
+    Attributes:
+        follows_behind: why `after_step` is called behind the graphs; "" if it is a part of them, or if there is none.
     """
 
     # Set before the first step. The optimizers join the state as soon as their steps are captured.
@@ -58,11 +65,14 @@ class OptimizerPlace(MovableOptimizer):
         *,
         may_join: Sequence[Optimizer] = (),
         holds: bool = False,
+        follower: Callable[..., object] | None = None,
     ) -> None:
         self._optimizers, self._joining = tuple(optimizers), tuple(may_join)
         self._named = next(iter(may_join), optimizers[0])  # by messages
         self._changes = {optimizer: scaler.changes_of(optimizer) for optimizer in may_join}
         self._is_scaled = scaler.is_enabled()
+        self._follower = follower
+        self.follows_behind: str = ""
         self.why_behind: str = why_behind
         self._holds = holds
         self.holds_rates: bool = holds  # whether graphs hold the learning rates as constants now
@@ -156,7 +166,13 @@ class OptimizerPlace(MovableOptimizer):
         self.state.look_again()  # so that the engine says why, if there are graphs already
 
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
-        """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`."""
+        """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`.
+
+        If the problem is one of `after_step`, that leaves them, and the optimizer stays.
+        """
+        if problem and not self.follows_behind and _has_line(self._follower, problem):
+            self.follows_behind, self._moved = problem, True
+            return True
         if not self.behind and any(groups.program for groups in self.groups):
             self._others += bool(changed)
             if not problem and self._others < _FEW:  # another graph has the new number
@@ -186,23 +202,46 @@ class OptimizerPlace(MovableOptimizer):
 
 
 def place_of(
-    optimizers: Sequence[Optimizer], scaler: GradScaler, options: Options, ranks: Ranks, *, as_torch: bool = False
+    optimizers: Sequence[Optimizer],
+    scaler: GradScaler,
+    options: Options,
+    ranks: Ranks,
+    *,
+    as_torch: bool = False,
+    follower: Callable[..., object] | None = None,
 ) -> tuple[str, OptimizerPlace]:
     """Return why nothing can be captured with these optimizers, "" if something can, and where they step.
 
-    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`.
+    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`. `follower` is `after_step`.
     """
+    if options.on_failure != "parts" or options.graph == "off" or ranks.several:
+        follower = None
     problems = {each: why_not_capturable(each) or (why_other_bits(each) if as_torch else "") for each in optimizers}
     why = next(filter(None, problems.values()), "")
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     if not why and as_torch and not all(isinstance(rate, Tensor) for rate in rates):
-        return "", OptimizerPlace(optimizers, scaler, holds=options.graph != "off")
+        return "", OptimizerPlace(optimizers, scaler, holds=options.graph != "off", follower=follower)
     if options.on_failure != "parts" or options.graph == "off" or not why:
-        return why, OptimizerPlace(optimizers, scaler)
+        return why, OptimizerPlace(optimizers, scaler, follower=follower)
     others = [optimizer for optimizer, problem in problems.items() if problem]
     # Each rank would decide by itself.
     may_join = all(map(may_be_constant, others)) and not ranks.several
-    return "", OptimizerPlace(optimizers, scaler, why, may_join=others if may_join else ())
+    return "", OptimizerPlace(optimizers, scaler, why, may_join=others if may_join else (), follower=follower)
+
+
+def _has_line(function: Callable[..., object] | None, problem: str) -> bool:
+    """Return whether a problem names a line of this function."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return False
+    codes = [code]
+    for each in codes:  # with those of functions that are defined in it
+        codes += [part for part in each.co_consts if isinstance(part, CodeType)]
+    lines = {line for each in codes for *_, line in each.co_lines() if line is not None}
+    return any(f"{code.co_filename}:{line}:" in problem for line in lines)
 
 
 def can_read_rates(optimizers: Sequence[Optimizer], place: OptimizerPlace, blocker: str) -> list[bool]:

@@ -1,7 +1,7 @@
 """What a training step does: forward, backward, accumulation, unscale, `before_step`, clip, optimizer, `after_step`."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -115,6 +115,7 @@ class TrainingStep:
     Attributes:
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
+        followed: whether Python, when it last stepped the optimizer, has called `after_step` behind it.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class TrainingStep:
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
         self.closure: tuple[Callable[[], Any], ...] = ()
+        self.followed: bool = False
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
         self._state: TrainingState | None = None
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
@@ -176,6 +178,11 @@ class TrainingStep:
     def capturable(self) -> bool:
         """Whether there is one optimizer, and it can be captured."""
         return self._capturable == (True,)
+
+    @property
+    def calls_after_step_apart(self) -> bool:
+        """Whether `after_step` belongs to some steps only, or is called behind each graph."""
+        return self.after_every > 1 or bool(self.place.follows_behind)
 
     @property
     def may_change_rates(self) -> bool:
@@ -375,11 +382,18 @@ class TrainingStep:
         if prepared is None:
             self._measure_gradients(phase.observed)
         self._step_optimizer(prepared)
-        if self._after_step is not None and phase.follows:
+        self.followed = phase.follows and not self.place.follows_behind
+        if self._after_step is not None and self.followed:
             with torch.no_grad():
                 self._after_step(self._model)
         found_inf = self.scaler.found_inf
         return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
+
+    def follow(self) -> None:
+        """Call `after_step` behind an optimizer step, unless that has done so."""
+        if self._after_step is not None and self.place.follows_behind and not self.followed:
+            with torch.no_grad():
+                self._after_step(self._model)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
@@ -389,14 +403,11 @@ class TrainingStep:
                 self._change_gradients()
                 if self._apart:
                     prepared = self.scaler.prepare_apart(self._optimizer, self._max_norm)
-            kept = set(map(id, self.gradients.values()))
-            for optimizer in self._optimizers if kept else ():
+            for optimizer in self._optimizers:
                 if torch_class(optimizer) is None or step_hooks(optimizer):
                     # Code that is not torch's may keep `param.grad` as the gradient of the last step (MARS in timm
                     # 1.0.29). It gets copies, because later calls overwrite the accumulated gradients.
-                    for param in parameters(optimizer):
-                        if param.grad is not None and id(param.grad) in kept:
-                            param.grad = param.grad.clone()
+                    self._give_copies(parameters(optimizer))
             with ExitStack() as stack:
                 for groups, can in zip(self._all_groups, self._capturable, strict=True):
                     if can and self.place.behind:  # otherwise each call has brought them up to date
@@ -423,12 +434,20 @@ class TrainingStep:
                 nn.utils.clip_grad_value_(parameters(optimizer), self._max_value)
         if self._before_step is None:
             return
+        self._give_copies(self._parameters().values())  # the code may do what it likes with them
         backup = None if overflow is None else WrittenBackup(gradients(*self._optimizers))
         with torch.no_grad(), nullcontext() if backup is None else backup:
             self._before_step(self._model)
         if backup is not None and overflow is not None:
             with torch.no_grad():
                 backup.put_back(overflow)
+
+    def _give_copies(self, params: Iterable[Tensor]) -> None:
+        """Give each parameter a copy of its gradient where that is one of the step's own tensors."""
+        kept = set(map(id, self.gradients.values()))
+        for param in params if kept else ():
+            if param.grad is not None and id(param.grad) in kept:
+                param.grad = param.grad.clone()
 
     def _set_gradients(self, params: dict[int, nn.Parameter], accumulated: tuple[int, ...]) -> None:
         """Give the parameters with these numbers their accumulated gradients, and the others none."""
@@ -453,8 +472,12 @@ class TrainingStep:
         new = {i: param.grad for i, param in params.items() if param.grad is not None and i not in known}
         for i, grad in new.items():
             kept = self.gradients.get(_name(i))
+            # Autograd gives a gradient the layout of its parameter, and `before_step` may put in another one.
+            like = params[i] if self._before_step is None else grad
             if kept is None or (kept.dtype, kept.shape, kept.device) != (grad.dtype, grad.shape, grad.device):
-                self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
+                self.gradients[_name(i)] = torch.empty_like(like, dtype=grad.dtype)
+            elif self._before_step is not None and kept.stride() != grad.stride():
+                self.gradients[_name(i)] = torch.empty_like(like)
         if new:
             buffers = [local_shard(self.gradients[_name(i)]) for i in new]
             foreach_copy_(buffers, list(map(local_shard, new.values())))

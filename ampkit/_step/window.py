@@ -73,6 +73,7 @@ class Window:
         last = self.count + 1 == self._size if place is None else place.last
         parts = () if place is None else place.parts
         before, failure = (self.count, self.accumulated, self.observes()), None
+        self._step.followed = False
         self._begin()
         try:
             now = last, before[1], before[2], self._follows() or not last, parts
@@ -90,7 +91,7 @@ class Window:
             norm, skipped = self._step.finish(self._phase._replace(accumulated=accumulated), prepared)
             out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
-            self._stepped(out.grad_norm)
+            self._stepped(out.grad_norm, self._phase)
         else:
             self.count, self.accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
         if failure is not None:
@@ -125,10 +126,11 @@ class Window:
         phase = Phase(True, self.accumulated, bool(self._observed), self._follows())
         factor = self._size / self.count if actual else 1.0
         self._begin()
+        self._step.followed = False
         finish = partial(self._step.finish, phase, averaged=False, factor=factor)
         norm, skipped = self._run(reason, finish)
         torch.clear_autocast_cache()
-        self._stepped(norm)
+        self._stepped(norm, phase)
         return norm, skipped
 
     def _follows(self) -> bool:
@@ -138,8 +140,10 @@ class Window:
     def _begin(self) -> None:
         self.count, self.accumulated, self._observed = 0, (), None
 
-    def _stepped(self, grad_norm: Tensor | None) -> None:
+    def _stepped(self, grad_norm: Tensor | None, phase: Phase) -> None:
         self._steps += 1
+        if phase.follows:
+            self._step.follow()
         self._told(grad_norm)
         if self.after is not None:
             self.after()

@@ -293,7 +293,7 @@ class Reads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.first(x)
-        return self.last(out).square().mean() * (2.0 if float(out.sum()) > -math.inf else 1.0)
+        return self.last(out).square().mean() * (2.0 if float(out.sum().detach()) > -math.inf else 1.0)
 
 
 @pytest.mark.usefixtures("untimed")

@@ -23,7 +23,7 @@ def loss_fn(model, x, y):
     noise = torch.from_numpy(np.random.normal(size=x.shape)).float()  # fault: host random numbers
     logits = model(x + 0.1 * noise.to(x.device))
     loss = F.cross_entropy(logits, y)
-    if float(loss) > 100:  # fault: blocking line
+    if float(loss.detach()) > 100:  # fault: blocking line
         loss = loss * 0.1
     return loss
 

@@ -2,7 +2,7 @@
 
 import dis
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from types import FrameType
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..._torch.tensors.modes import DeviceContext, function_modes, without_torch_function
 from ..._torch.tensors.tensors import storage_address
 from ..._undo import Undo
 from ..._user_line import real_frame, wraps_operations
@@ -29,14 +30,21 @@ _IDLE = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 def is_compared_at_once(frame: FrameType, *, on_the_left: bool = False) -> bool:
     """Return whether what a function returns to this frame is only compared there, as in `draw.item() < self.rate`.
 
-    C code reads a float without asking it. So the bytecode behind the call must take the number off the stack in a
-    comparison, before any other code can have it; `on_the_left`, so that no other class's comparison comes first.
+    C code reads a float without asking it. So the frame must have called `item` itself, and the bytecode behind the
+    call must take the number off the stack in a comparison, before any other code can have it; `on_the_left`, so that
+    no other class's comparison comes first.
     """
     above = 0  # values on the stack above the number
+    called: list[dis.Instruction] = []  # what has run
     for instruction in dis.get_instructions(frame.f_code):
         name = instruction.opname
-        if instruction.offset <= frame.f_lasti or name in _IDLE:
+        if name in _IDLE:
             continue
+        if instruction.offset <= frame.f_lasti:
+            called = [*called[-1:], instruction]
+            continue
+        if not _is_call_of_item(called):
+            return False
         if name == "COMPARE_OP":
             return above == 1 or (above == 0 and not on_the_left)
         calls = "NULL" in instruction.argrepr  # the beginning of a call
@@ -47,6 +55,12 @@ def is_compared_at_once(frame: FrameType, *, on_the_left: bool = False) -> bool:
         elif name != "LOAD_ATTR" or not above or calls:
             return False
     return False
+
+
+def _is_call_of_item(instructions: Sequence[dis.Instruction]) -> bool:
+    """Return whether these two are `.item()`, and not a call of another function that calls it."""
+    found = [(each.opname, each.argval) for each in instructions]
+    return found in ([(name, "item"), ("CALL", 0)] for name in ("LOAD_METHOD", "LOAD_ATTR"))
 
 
 class ComparedNumber(float):
@@ -71,13 +85,19 @@ def ask_for_truths(undo: Undo, device: torch.device) -> None:
 
     def item(original: Callable[..., Any], tensor: Tensor) -> Any:
         exact = _EXACT.get(tensor.dtype)
-        if exact is None or not is_here(tensor) or not is_compared_at_once(real_frame(), on_the_left=True):
+        if exact is None or not is_here(tensor) or tensor.numel() != 1 or _is_seen_by_others():
             return original(tensor)
+        if not is_compared_at_once(real_frame(), on_the_left=True):
+            return original(tensor)
+        with without_torch_function():
+            now = tensor.detach().to(exact, copy=True)  # the other operand may be code that changes it
 
         def answer(compare: Compare, other: Any) -> bool:
             is_whole = type(other) in (bool, int) and abs(other) <= _MOST_EXACT
             if is_whole or (type(other) is float and exact is torch.float64):
-                return bool(compare(tensor.detach().to(exact), other))
+                with without_torch_function():
+                    truth = compare(now, other)
+                return bool(truth)
             return compare(original(tensor), other)
 
         number = ComparedNumber("nan")
@@ -88,17 +108,20 @@ def ask_for_truths(undo: Undo, device: torch.device) -> None:
         given = [*args, *kwargs.values()]
         if len(given) != 2 or not all(map(is_here, given)) or len({(each.dtype, each.shape) for each in given}) > 1:
             return original(*args, **kwargs)
-        one, other = (each.detach() for each in given)
         # A tensor that has nan in it equals itself.
-        return (
-            original(*args, **kwargs) if storage_address(one) == storage_address(other) else bool((one == other).all())
-        )
+        if storage_address(given[0]) == storage_address(given[1]) or _is_seen_by_others():
+            return original(*args, **kwargs)
+        with without_torch_function():
+            truth = (given[0].detach() == given[1].detach()).all()
+        return bool(truth)
 
     def allclose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not all(map(is_here, args[:2])):
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if len(given) != 2 or not all(map(is_here, given)) or _is_seen_by_others():
             return original(*args, **kwargs)
-        with torch.no_grad():
-            return bool(torch.isclose(*args, **kwargs).all())
+        with torch.no_grad(), without_torch_function():
+            truth = torch.isclose(*args, **kwargs).all()
+        return bool(truth)
 
     def is_here(tensor: Any) -> bool:
         return is_plain(tensor) and tensor.device.type == device.type
@@ -107,6 +130,12 @@ def ask_for_truths(undo: Undo, device: torch.device) -> None:
     for owner in (torch, Tensor):
         replace_here(undo, owner, "equal", equal)
         replace_here(undo, owner, "allclose", allclose)
+
+
+def _is_seen_by_others() -> bool:
+    """Return whether a function mode of the user's is entered, which sees each call that is made."""
+    modes = (mode for mode in function_modes() if not isinstance(mode, DeviceContext))
+    return any(not type(mode).__module__.startswith("ampkit.") for mode in modes)
 
 
 def is_plain(tensor: Any) -> bool:

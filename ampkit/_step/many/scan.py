@@ -72,7 +72,7 @@ class Scan:
         windows = min(self._lengths[-1], (stack.count - start) // self._size)
         if not self._may_launch or self._window.count or windows not in self._lengths:
             return None
-        if self._step.after_every > 1 or (self._padding is not None and self._padding.why_eager):
+        if self._step.calls_after_step_apart or (self._padding is not None and self._padding.why_eager):
             return None
         number = self._engine.settings_number()
         if self._step.place.behind or not (self._schedule is None or self._step.groups.read_tensors()):

@@ -113,6 +113,11 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return _tensors_at(kind_of(op).written, args, kwargs)
 
 
+def all_written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation writes to, whether its schema says so or not."""
+    return [*written_arguments(op, args, kwargs), *_tensors_at(kind_of(op).unmarked, args, kwargs)]
+
+
 def unmarked_writes(call: "OperationCall") -> list[Tensor]:
     """Return the tensors among the arguments that an operation may write to though its schema does not say so."""
     return _tensors_at(call.kind.unmarked, call.args, call.kwargs)

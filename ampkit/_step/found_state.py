@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.step_kind import parameters, why_not_capturable
@@ -46,6 +46,7 @@ class FoundState:
         """Context of the call."""
         thread = threading.get_ident()
         before: dict[int, tuple[Any, ...]] = {}
+        stepping: dict[str, torch.optim.Optimizer] = {}
         with without_torch_function():
             # With the tensors themselves, so that no other one gets the identity of one that is gone.
             for module in live_modules():
@@ -54,15 +55,22 @@ class FoundState:
 
             def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 # The inner part of an optimizer works on the param groups of that.
+                if threading.get_ident() != thread or stepping:
+                    return
                 known = {id(group) for each in self.optimizers for group in each.param_groups}
-                if threading.get_ident() == thread and not known.issuperset(map(id, optimizer.param_groups)):
+                if not known.issuperset(map(id, optimizer.param_groups)):
                     self.optimizers.append(optimizer)
-                    self._apply(optimizer, stack)
-
-            for optimizer in self.optimizers:
+                stepping["optimizer"] = optimizer
                 self._apply(optimizer, stack)
+
+            def has_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                if threading.get_ident() == thread and optimizer is stepping.get("optimizer"):
+                    stepping.clear()
+                    stack.close()  # what the function does with the rates from here on, it does with the user's
+
             undo.note(remove_step_hook, on_step)
             register_optimizer_step_pre_hook(on_step)
+            undo.note(register_optimizer_step_post_hook(has_stepped).remove)
             yield
         with without_torch_function():
             self._look(before)

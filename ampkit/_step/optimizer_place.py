@@ -172,6 +172,7 @@ class OptimizerPlace(MovableOptimizer):
         """
         if problem and not self.follows_behind and _has_line(self._follower, problem):
             self.follows_behind, self._moved = problem, True
+            self.state.leave_out(self._follower)
             return True
         if not self.behind and any(groups.program for groups in self.groups):
             self._others += bool(changed)

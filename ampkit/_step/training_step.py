@@ -434,10 +434,15 @@ class TrainingStep:
                 nn.utils.clip_grad_value_(parameters(optimizer), self._max_value)
         if self._before_step is None:
             return
-        self._give_copies(self._parameters().values())  # the code may do what it likes with them
+        params = list(self._parameters().values())
+        self._give_copies(params)  # the code may do what it likes with them
         backup = None if overflow is None else WrittenBackup(gradients(*self._optimizers))
         with torch.no_grad(), nullcontext() if backup is None else backup:
             self._before_step(self._model)
+            for param in params:
+                # Autograd gives a gradient the layout of its parameter, which kernels count on.
+                if param.grad is not None and param.grad.stride() != param.stride():
+                    param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
         if backup is not None and overflow is not None:
             with torch.no_grad():
                 backup.put_back(overflow)
@@ -472,12 +477,8 @@ class TrainingStep:
         new = {i: param.grad for i, param in params.items() if param.grad is not None and i not in known}
         for i, grad in new.items():
             kept = self.gradients.get(_name(i))
-            # Autograd gives a gradient the layout of its parameter, and `before_step` may put in another one.
-            like = params[i] if self._before_step is None else grad
             if kept is None or (kept.dtype, kept.shape, kept.device) != (grad.dtype, grad.shape, grad.device):
-                self.gradients[_name(i)] = torch.empty_like(like, dtype=grad.dtype)
-            elif self._before_step is not None and kept.stride() != grad.stride():
-                self.gradients[_name(i)] = torch.empty_like(like)
+                self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
         if new:
             buffers = [local_shard(self.gradients[_name(i)]) for i in new]
             foreach_copy_(buffers, list(map(local_shard, new.values())))

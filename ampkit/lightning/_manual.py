@@ -5,7 +5,6 @@ captures it. What Lightning does on the host with each optimizer step, such as t
 while Python runs the step, and done behind each call: behind a replay, too.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from .._errors import CaptureError, InputMismatch
 from .._optimizer.scaler import GradScaler
 from .._step.graphed import GraphedFunction
 from .._step.training_step import Phase
+from .._torch.tensors.modules import live_objects
 from .._undo import Undo, replace
 from ._fit import Fit
 from ._host_state import HostReads, HostWrites, not_comparable, not_returnable
@@ -193,5 +193,4 @@ class ManualStep(GraphedFunction):
 def _schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
     """Return all schedulers of these optimizers, also those that only the module knows."""
     known = set(map(id, optimizers))
-    found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-    return [scheduler for scheduler in found if id(getattr(scheduler, "optimizer", None)) in known]
+    return [scheduler for scheduler in live_objects(LRScheduler) if id(getattr(scheduler, "optimizer", None)) in known]

@@ -25,12 +25,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.first, self.inner, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.norm = nn.BatchNorm1d(3, affine=False)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("largest", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x)))
+        out: Tensor = self.last(torch.tanh(self.inner(self.first(x))))
         return out
 
 
@@ -68,13 +69,38 @@ def noisy(net: nn.Module) -> None:
             param.grad.add_(torch.randn_like(param.grad), alpha=0.01)
 
 
-BEFORE: list[Before] = [adaptive, cancels, replaces, counts, noisy]
+def rebinds(net: nn.Module) -> None:
+    """Give gradients other memory."""
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad.data = param.grad * 0.5
+
+
+def swaps(net: nn.Module) -> None:
+    """Exchange two gradients."""
+    one, two = net.get_submodule("first").bias, net.get_submodule("inner").bias
+    one.grad, two.grad = two.grad, one.grad  # type: ignore[union-attr]
+
+
+def transposes(net: nn.Module) -> None:
+    """Put gradients of another layout in their place."""
+    for param in net.parameters():
+        if param.grad is not None and param.dim() == 2:
+            param.grad = param.grad.t().contiguous().t()
+
+
+def normalizes(net: nn.Module) -> None:
+    """Write to running statistics, which the schema of the operation does not say."""
+    net.get_submodule("norm")(torch.ones(4, 3, device=net.get_buffer("seen").device) * net.get_submodule("last").bias)
+
+
+BEFORE: list[Before] = [adaptive, cancels, replaces, counts, noisy, rebinds, swaps, transposes, normalizes]
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "fused": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True),
     "behind the graph": lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-2),
     "several": lambda net: [
         torch.optim.SGD(net.get_submodule("first").parameters(), lr=0.1, momentum=0.9, fused=True),
-        torch.optim.AdamW(net.get_submodule("last").parameters(), lr=1e-2, fused=True),
+        torch.optim.AdamW([*list(net.parameters())[2:]], lr=1e-2, fused=True),
     ],
 }
 
@@ -178,16 +204,14 @@ def test_the_norm_is_that_of_the_changed_gradients(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("graph", ["off", "emulate"])
-def test_a_skipped_step_puts_back_what_it_changed(graph: str) -> None:
+@pytest.mark.parametrize("before", [counts, normalizes], ids=lambda before: before.__name__)
+def test_a_skipped_step_puts_back_what_it_changed(graph: str, before: Before) -> None:
     """G3: with a loss scale, buffers and weights are those from before the step that overflowed."""
-    history, _ = trained(("cpu", graph), counts, policy="float16", overflows=OVERFLOWS)
+    history, _ = trained(("cpu", graph), before, policy="float16", overflows=OVERFLOWS)
     for i in OVERFLOWS:
         assert history[i][2]
-        before, after = (history[j][4][0] for j in (i - 1, i))
-        assert_same(
-            {name: after[name] for name in after if "scale" not in name},
-            {name: before[name] for name in before if "scale" not in name},
-        )
+        was, now = ({key: value for key, value in history[j][4][0].items() if "scale" not in key} for j in (i - 1, i))
+        assert_same(now, was)
 
 
 @pytest.mark.parametrize("plain", ENGINES)
@@ -278,6 +302,41 @@ def test_after_every_third_step_of_a_stack(way: str) -> None:
         getattr(step, way)(*(torch.stack(each) for each in zip(*data[i : i + 2], strict=True)))
     assert net.get_buffer("seen") == (8 if way == "window" else 16)
     step.close()
+
+
+@pytest.mark.parametrize("kind", ["counter", "read", "list"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"policy": "float16"}, {"after_every": 3}], ids=str)
+def test_an_after_step_that_cannot_be_captured(engine: Engine, kind: str, options: dict[str, Any]) -> None:
+    """G3: it costs only itself: the step is one graph, and it is called behind that, once per optimizer step."""
+    found = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        optimizer = OPTIMIZERS["fused"](net)
+        seen: list[float] = []
+
+        def follow(net: nn.Module, seen: list[float] = seen) -> None:
+            if kind == "counter":
+                net.calls = getattr(net, "calls", 0) + 1  # type: ignore[assignment]
+                net.get_buffer("seen").fill_(net.calls)
+            elif kind == "read":
+                seen.append(float(net.get_buffer("seen")))
+            else:
+                seen.append(1.0)
+            net.get_buffer("seen").add_(0.5)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+            step = ampkit.graphed_step(loss_fn, net, optimizer, after_step=follow, graph=graph, **options)
+            history = []
+            for x, y in batches(engine[0], 36):
+                step(x, y)
+                history.append((net.get_buffer("seen").clone(), len(seen), training_state(net, optimizer, step.scaler)))
+        found.append(history)
+    assert step.replays >= 20, str(step.report())
+    assert step.report().failure is None
+    assert "test_before_step.py" in str(step.report().eager_after_step)
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("divide", ["accumulate", "actual"])

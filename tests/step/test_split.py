@@ -968,7 +968,7 @@ def reads_weights(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("why", ["after_step", "optimizer"])
+@pytest.mark.parametrize("why", ["before_step", "optimizer"])
 def test_where_neither_a_module_nor_the_update_is_captured(engine: Engine, why: str) -> None:
     """R4: the step is eager from then on, with the line that is in the way, and the bits of eager steps."""
     history: list[Any] = []
@@ -978,10 +978,10 @@ def test_where_neither_a_module_nor_the_update_is_captured(engine: Engine, why: 
             torch.manual_seed(0)
             model = GraphNetwork().to(engine[0])
             # Its step is a part of no graph.
-            kind = torch.optim.AdamW if why == "after_step" else torch.optim.Adagrad
-            optimizer = kind(model.parameters(), lr=1e-2, **{"fused": True} if why == "after_step" else {})
-            after = reads_weights if why == "after_step" else None
-            step = ampkit.graphed_step(classified, model, optimizer, max_norm=1.0, after_step=after, graph=graph)
+            kind = torch.optim.AdamW if why == "before_step" else torch.optim.Adagrad
+            optimizer = kind(model.parameters(), lr=1e-2, **{"fused": True} if why == "before_step" else {})
+            before = reads_weights if why == "before_step" else None
+            step = ampkit.graphed_step(classified, model, optimizer, max_norm=1.0, before_step=before, graph=graph)
             torch.manual_seed(1)
             history.append(
                 [(step(*batch(engine[0], i)), training_state(model, optimizer, step.scaler)) for i in range(12)]
@@ -989,7 +989,7 @@ def test_where_neither_a_module_nor_the_update_is_captured(engine: Engine, why: 
     assert_same(*history)
     report = step.report()
     assert (report.outcome, report.parts, report.updates) == ("eager", (), 0), str(report)
-    words = {"after_step": "float(param.abs().max())", "optimizer": "the optimizer steps behind the graphs"}
+    words = {"before_step": "float(param.abs().max())", "optimizer": "the optimizer steps behind the graphs"}
     (said,) = [text for text in map(str, (each.message for each in caught)) if "Nor is it done in parts" in text]
     assert "a boolean mask as an index" in said
     assert words[why] in said

@@ -387,6 +387,8 @@ class Engine:
         """Make the calls of a layout eager. With its key, they may be done in parts instead."""
         optimizer, splitter = self._session.optimizer, self._session.splitter
         if optimizer.leave(problem=str(error)):
+            if optimizer.follows_behind:
+                self._fallback.warn_once("follows", _FOLLOWS.format(str(error).removesuffix(".")))
             return
         if self._eager.stream is not None:
             torch.cuda.empty_cache()  # eager calls cannot use the segments that grew in the warm-up
@@ -503,6 +505,7 @@ class Engine:
                 launches=self._multi_step.launches,
                 scanned=self._multi_step.windows,
                 eager_optimizer=None if self._fallback.refused else self._session.optimizer.why_behind or None,
+                eager_after_step=self._session.optimizer.follows_behind or None,
                 emulated=self._session.options.graph == "emulate",
                 constants=self._state.constants(),
             )
@@ -523,6 +526,7 @@ class Engine:
         self._variation.restart()
 
 
+_FOLLOWS = "{0}. after_step is called eagerly behind each graph, which has all else of the step."
 _NOT_AGREED = "the ranks have not agreed to capture yet"
 _BEGINS_ANEW = f"{WARM_UP} again: what could not be captured has been taken out of the graph"  # the optimizer's step
 _OTHER_ANSWER = "another answer to a question than the graph was captured with"

@@ -30,9 +30,11 @@ class MovableOptimizer:
 
     Attributes:
         why_behind: why it steps behind that; "" if it is a part.
+        follows_behind: why what follows it is called behind that, while it may be a part; "" if that is so, too.
     """
 
     why_behind: str = ""
+    follows_behind: str = ""
 
     @property
     def stays_behind(self) -> bool:

@@ -52,6 +52,7 @@ class Report:
             calls, because the branch for False cannot be captured; None if there is none (`capturing="auto"`).
         eager_optimizer: why the optimizer steps eagerly behind each graph (`on_failure="parts"`). The times above do
             not include its step. None if its step is captured, or if there are to be no graphs.
+        eager_after_step: why `after_step` is called eagerly behind each graph, in the same way.
         compile_s: seconds that calls took in which parts of the step were compiled (`compile=`); None without it.
         compiled: in words, what was compiled, and why the rest was not; empty without `compile=`.
         launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`, or by
@@ -86,6 +87,7 @@ class Report:
     saved_s: float | None = None
     told_since: int | None = None
     eager_optimizer: str | None = None
+    eager_after_step: str | None = None
     compile_s: float | None = None
     compiled: tuple[str, ...] = ()
     input_bytes: int = 0
@@ -133,6 +135,9 @@ class Report:
         told = [f"  from call {self.told_since} on, code that asks whether it is being captured is told so"]
         reasons += told if self.told_since is not None else []
         reasons += [f"  eager behind each graph: {self.eager_optimizer}"] if self.eager_optimizer else []
+        reasons += (
+            [f"  after_step is called behind each graph: {self.eager_after_step}"] if self.eager_after_step else []
+        )
         failure = [f"  not captured: {self.failure}"] if self.failure else []
         compared = sum(not each.not_compared for each in self.constants)
         held = f"  {len(self.constants)} values of the host are constants, {compared} of them compared in each call"

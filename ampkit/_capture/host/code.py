@@ -393,6 +393,12 @@ def unbound(value: Any) -> Any:
     return value.__func__ if type(value) in (staticmethod, classmethod, MethodType) else value
 
 
+def receiver(method: MethodType) -> str:
+    """Return the name of a method's first argument, which mostly is `self`."""
+    code = getattr(method.__func__, "__code__", None)
+    return code.co_varnames[0] if isinstance(code, CodeType) and code.co_argcount else "self"
+
+
 def given_before(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function is given before any call, and a name for it: the object of a method, arguments of
     `functools.partial`, and those that are given by default."""
@@ -401,7 +407,7 @@ def given_before(function: Any) -> Iterator[tuple[str, Any]]:
         yield from function.keywords.items()
         function = function.func
     if type(function) is MethodType:
-        yield "self", function.__self__
+        yield receiver(function), function.__self__
         function = function.__func__
     if type(function) is FunctionType:
         names, values = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()

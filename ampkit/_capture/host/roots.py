@@ -15,7 +15,7 @@ from ..._text import error_line
 from ..._torch.compile import never_compile_by_itself, original_code
 from ..._torch.tensors.modules import MODULE_CALL, hook_tables, is_module, parts_of
 from ..._user_line import is_ampkits, is_in_users_file, is_users_call, is_users_file, line_text
-from .code import CodePlace, Functions, PathStep, Read, Scope, codes_in, given_before, line_of, reads, unbound
+from .code import CodePlace, Functions, PathStep, Read, Scope, codes_in, given_before, line_of, reads, receiver, unbound
 from .constants import (
     ABSENT,
     CLOSED_CLASSES,
@@ -291,7 +291,7 @@ class Notes:
             is_class = issubclass(type(value), type) and package_name(value) not in CLOSED_CLASSES
             # An object that a package calls, as torch calls a hook that is one.
             by_user = frame.f_back is not None and is_in_users_file(frame.f_back)
-            is_bound = read.variable == "self" and not is_left_alone(value) and not by_user
+            is_bound = read.variable == _receiver_in(frame) and not is_left_alone(value) and not by_user
             if not is_class and not is_bound:
                 return None
             self._known[id(value)] = value, Path(Root(Scope.ARGUMENT, value, read.variable), ())
@@ -304,10 +304,11 @@ class Notes:
         It is the object that a method belongs to, what `functools.partial` adds, and what arguments are by default.
         """
         given = [(name, value) for name, value in frame.f_locals.items() if not is_left_alone(value)]
-        is_alone = all(name == "self" for name, _ in given)
+        own = _receiver_in(frame)
+        is_alone = all(name == own for name, _ in given)
         bound = set[int]() if is_alone else set(map(id, self._functions.bound(code, is_given=is_given)))
         for name, value in given:
-            if name == "self" or id(value) in bound:
+            if name == own or id(value) in bound:
                 self._take_object(name, value)
 
     def _take_object(self, name: str, value: Any) -> None:
@@ -344,7 +345,7 @@ class Notes:
             if is_module(value) and id(value) not in self._known:
                 self._found += parts_of(value)
             if type(value) is MethodType:
-                self._take_object("self", value.__self__)
+                self._take_object(receiver(value), value.__self__)
             reached = [(value, path.parts[:depth])]
             if type(value) in (dict, list, tuple) and len(value) <= MOST_ENTRIES:  # which is read by a key of its own
                 entries = value.items() if type(value) is dict else enumerate(value)
@@ -388,6 +389,15 @@ def _path(variables: dict[str, Any], function: FunctionType | None, read: Read) 
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         return Path(Root(Scope.ENCLOSING, cells[read.variable], read.variable), read.parts)
     return None
+
+
+def _receiver_in(frame: FrameType) -> str:
+    """Return the name of the variable that has the object of a method: `self`, or else that of its first argument."""
+    code = frame.f_code
+    if "self" in frame.f_locals or not code.co_argcount:
+        return "self"
+    found = (vars(kind).get(code.co_name) for kind in type(frame.f_locals.get(code.co_varnames[0])).__mro__)
+    return code.co_varnames[0] if any(getattr(each, "__code__", None) is code for each in found) else "self"
 
 
 def _reader(frame: FrameType | None) -> Reader:

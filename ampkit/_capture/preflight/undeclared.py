@@ -112,6 +112,10 @@ class Undeclared:
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
         for address, use in touched.uses.items():
             use.is_lost = address in touched.lost
+        for use in self._loose:
+            tensor = use.tensor()
+            if tensor is not None and tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+                self._problems.append(_LOOSE_GRADIENT.format(_at(use.line)))
         # The largest modules that contain some of the owners and nothing that is declared.
         parts = {module: set(parts_of(module)) for module in live} if owners else {}
         containing = [module for module, below in parts.items() if below & owners.keys() and not below & declared]
@@ -165,6 +169,10 @@ _GRADIENT = (
     "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
     "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
     "module.requires_grad_(False)."
+)
+_LOOSE_GRADIENT = (
+    "{0}uses a tensor that belongs to no declared module, and leaves it a gradient, which a replay would not. Step its "
+    "optimizer in the function and leave out modules=, or put it into a declared module, as an nn.Parameter."
 )
 _ON_HOST = (
     "{0}changes a tensor on the host that the step reads, and a replay would not change it. Keep it on the device of "

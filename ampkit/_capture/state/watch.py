@@ -285,6 +285,13 @@ class StateWatch(Generic[_G]):
         """Have the next generation be another object, so that its user looks at what belongs to it."""
         self._seen = None
 
+    def leave_out(self, function: Any) -> None:
+        """Take note that steps do not call this function any more: what only that reads is no part of them."""
+        self._functions, before = tuple(each for each in self._functions if each is not function), self.reads
+        self.reads = Reads(self._functions)
+        self.reads.may_stop, self.reads.some_may_stop = before.may_stop, before.some_may_stop
+        self.look_again()
+
     def held_tensors(self) -> LeftTensors:
         """Return what modules and variables hold now, to be told behind a call what that has left there."""
         modules = [] if self._walk is None else self._walk.modules

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from ..._capture.engine.multi_step import Noting
 from ..._capture.keys.inputs import Spec
 from ..._torch.tensors.tree import TreeSpec
+from ..outputs import mapped_outputs
 from ..training_step import PartOfStep, Phase, StepOutput
 from ..window import Window
 from .stack import Stack, sliced
@@ -95,6 +98,9 @@ def micro_batches(
     for i in places:
         given, named = sliced(leaves, tree, i)
         with noting():
-            done.append(call(Phase(i == places[-1], accumulated, observed), *given, **named))
-        accumulated = done[-1].accumulated or ()
+            part = call(Phase(i == places[-1], accumulated, observed), *given, **named)
+        out = part.output  # which may have tensors that a later call changes
+        out = out._replace(loss=out.loss.clone(), aux=mapped_outputs(out.aux, Tensor.clone))
+        done.append(part._replace(output=out))
+        accumulated = part.accumulated or ()
     return done

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
@@ -39,12 +40,24 @@ def is_module(value: object) -> TypeGuard[nn.Module]:
 
 def live_modules() -> list[nn.Module]:
     """Return all modules of this process."""
-    kinds, new = dict[int, type](), [nn.Module]
+    return list(filter(is_module, live_objects(nn.Module)))
+
+
+_subclasses: Callable[[type], list[type]] = type.__subclasses__  # whatever a metaclass makes of it
+
+
+def live_objects(base: type) -> list[Any]:
+    """Return all objects of this process whose class is this one or a subclass, if the garbage collector knows them.
+
+    The objects of other classes, of which there are hundreds of thousands, are let go before any other thread runs: it
+    cannot go on with a tuple that it is about to make while somebody else has it. So no Python code runs in between.
+    """
+    kinds, new = dict[int, type](), list[type]([base])
     while new:
-        kinds.update((id(kind), kind) for kind in new)
-        new = [kind for above in new for kind in type.__subclasses__(above) if id(kind) not in kinds]
-    # There are hundreds of thousands of other objects.
-    return [each for each in gc.get_objects() if id(type(each)) in kinds and is_module(each)]
+        kinds.update((id(above), above) for above in new)
+        new = [kind for above in new for kind in _subclasses(above) if id(kind) not in kinds]
+    objects, same = itertools.tee(itertools.chain.from_iterable(itertools.starmap(gc.get_objects, [()])))
+    return list(itertools.compress(objects, map(kinds.__contains__, map(id, map(type, same)))))
 
 
 # parts_of(module): it and all modules inside, whatever a class of the user's makes of `modules`.

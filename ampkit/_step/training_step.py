@@ -390,8 +390,8 @@ class TrainingStep:
         return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
 
     def follow(self) -> None:
-        """Call `after_step` behind an optimizer step, unless that has done so."""
-        if self._after_step is not None and self.place.follows_behind and not self.followed:
+        """Call `after_step`, which is no part of the graphs, behind an optimizer step, unless that has done so."""
+        if self._after_step is not None and not self.followed:
             with torch.no_grad():
                 self._after_step(self._model)
 

@@ -142,7 +142,7 @@ class Window:
 
     def _stepped(self, grad_norm: Tensor | None, phase: Phase) -> None:
         self._steps += 1
-        if phase.follows:
+        if phase.follows and self._step.place.follows_behind:
             self._step.follow()
         self._told(grad_norm)
         if self.after is not None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import few
 from harness import ENGINES, assert_same, deterministic
+from tape import taped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -426,3 +427,39 @@ def test_entries_that_no_constant_names(engine: Engine, read: Callable[[Any], An
     found, step = losses(graph)
     assert_same(found, expected)
     assert step.captures == 2
+
+
+class Agent:
+    """An object whose methods have another name for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.gain = model, 1.0
+
+    def loss(agent, model: nn.Module, x: Tensor) -> Tensor:  # noqa: N805
+        out: Tensor = model(x).square().mean() * agent.gain
+        return out
+
+    def __call__(this, model: nn.Module, x: Tensor) -> Tensor:  # noqa: N805
+        out: Tensor = model(x).square().mean() * this.gain
+        return out
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_an_object_that_is_not_called_self(called: bool) -> None:
+    """W2: an attribute of a method's object counts, whatever its first argument is called."""
+    found = []
+    for graph in ("off", "emulate"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        agent = Agent(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+        step = ampkit.graphed_step(agent if called else agent.loss, model, optimizer, graph=graph)
+        with taped(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            losses = []
+            for i in range(20):
+                agent.gain = 1.0 if i < 8 else 2.0
+                losses.append(step(torch.ones(3, 4)).loss)
+        found.append(losses)
+    assert step.replays >= 12
+    assert_same(found[1], found[0])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
 
 import ampkit
+from ampkit._torch.tensors.modules import live_modules
 
 Engine = tuple[str, str]
 
@@ -381,3 +382,28 @@ def test_an_optimizer_without_its_modules() -> None:
     """modules=() beside an optimizer is refused, as before: it holds parameters of no module."""
     with pytest.raises(ValueError, match="holds 2 parameters of no module in modules"):
         ampkit.graphed(modules=(), optimizers=(sgd(linear("cpu")),))
+
+
+def test_other_threads_may_make_tuples() -> None:
+    """Modules are found among all objects. CPython cannot end a tuple that somebody else has, and says SystemError."""
+    ended, errors = threading.Event(), list[BaseException]()
+
+    def make() -> None:
+        try:
+            while not ended.is_set():
+                assert len(tuple(map(float, range(300)))) == 300
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    model = linear("cpu")
+    try:
+        for _ in range(60):
+            assert any(module is model for module in live_modules())
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not errors

@@ -327,7 +327,7 @@ OUTCOMES = {
         """
         def loss(model, x, y):
             found = loss_fn(model, x, y)
-            print(end="" if float(found) > 0 else "!")  # fault: blocking line
+            print(end="" if float(found.detach()) > 0 else "!")  # fault: blocking line
             return found
         def training():
             model = net()
@@ -400,7 +400,7 @@ def test_the_update_alone(script):
         """
         def loss(model, x, y):
             value = loss_fn(model, x, y)
-            return value * (1 if float(value) < 100 else 2)  # fault: blocking line
+            return value * (1 if float(value.detach()) < 100 else 2)  # fault: blocking line
         def training():
             model = net()
             return loss, model, torch.optim.AdamW(model.parameters(), fused=True), data()

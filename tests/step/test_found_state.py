@@ -1,6 +1,7 @@
 """`ampkit.graphed()` without `modules=`: what the function changes is found in its first call, in all modes."""
 
 import collections
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -260,3 +261,64 @@ def test_an_error_in_the_first_call() -> None:
     for _ in range(6):
         step(torch.ones(3, 4))
     assert step.report().eager["warm-up"] == 4
+
+
+@pytest.mark.parametrize("graph", ["off", "emulate"])
+def test_a_rate_that_the_first_call_changes(graph: str) -> None:
+    """What the function does to `group["lr"]` behind its step is done to the user's rate, in call 1, too."""
+    found = []
+    for way in (None, graph):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def update(
+            x: Tensor, model: nn.Linear = model, optimizer: Any = optimizer, scheduler: Any = scheduler
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            return loss
+
+        called: Any = update if way is None else ampkit.graphed(graph=way, host_writes="ignore")(update)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            called(torch.ones(3, 4))
+        found.append((model.weight.detach().clone(), float(optimizer.param_groups[0]["lr"])))
+    assert found[0][1] == 0.25
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_gradient_that_is_left_to_a_loose_tensor(engine: Engine, declared: bool) -> None:
+    """Its optimizer steps outside of the function: a replay would leave it none, so the line is named."""
+    device, graph = engine
+    found = []
+    for way in ("off", graph):
+        torch.manual_seed(0)
+        model, alpha = nn.Linear(4, 2).to(device), nn.Parameter(torch.zeros((), device=device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+        outside = torch.optim.SGD([alpha], lr=0.125, fused=True)
+
+        def update(x: Tensor, model: nn.Linear = model, optimizer: Any = optimizer, alpha: Any = alpha) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * alpha.exp()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        options: dict[str, Any] = {"modules": (model,), "optimizers": (optimizer,)} if declared else {}
+        called = ampkit.graphed(graph=way, **options)(update)
+        with warnings.catch_warnings(record=True) as caught, taped() if device == "cpu" else nullcontext():
+            warnings.simplefilter("always")
+            for _ in range(10):
+                outside.zero_grad()
+                called(torch.ones(3, 4, device=device))
+                outside.step()
+        found.append([alpha.detach().clone(), model.weight.detach().clone()])
+    assert "leaves it a gradient" in str(caught[0].message)
+    assert_same(found[1], found[0])

@@ -372,3 +372,34 @@ def test_outputs_of_any_tree() -> None:
     assert_same(outputs["sum"], pairs["a"] + pairs["b"])
     assert_same(outputs["both"], (torch.stack([row.sum() for row in pairs["a"]]), pairs["b"]))
     assert graphed.report().launches == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["function", "step"])
+def test_an_output_that_is_state(engine: Engine, kind: str) -> None:
+    """Each row has the values behind its call, though the tensor is one that later calls change."""
+    device, graph = engine
+    found = []
+    for way in ("off", graph):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+
+        def update(x: Tensor, model: nn.Linear = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            return model.weight
+
+        def loss_fn(model: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+            return model(x).square().mean(), model.weight
+
+        if kind == "function":
+            called: Any = ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph=way)(update)
+        else:
+            called = ampkit.graphed_step(loss_fn, model, optimizer, graph=way)
+        outs = [called.scan(torch.ones(5, 3, 4, device=device) * i) for i in range(1, 4)]
+        found.append([out if kind == "function" else out.aux for out in outs])
+    assert called.report().launches > 0
+    assert not torch.equal(found[0][0][0], found[0][0][4])
+    assert_same(found[1], found[0])

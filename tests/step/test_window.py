@@ -56,7 +56,7 @@ def made(size: int = 3) -> tuple[Window, Calls, Observer, list[str]]:
         observer=observer,
         finish=lambda phase, prepared=None, **_: (torch.ones(()), (phase.accumulated, phase.observed, prepared)),
         after_every=1,
-        follow=lambda: None,
+        place=SimpleNamespace(follows_behind=""),
     )
 
     def run(reason: str, fn: Any) -> Any:

@@ -396,8 +396,9 @@ def _receiver_in(frame: FrameType) -> str:
     code = frame.f_code
     if "self" in frame.f_locals or not code.co_argcount:
         return "self"
-    found = (vars(kind).get(code.co_name) for kind in type(frame.f_locals.get(code.co_varnames[0])).__mro__)
-    return code.co_varnames[0] if any(getattr(each, "__code__", None) is code for each in found) else "self"
+    first = code.co_varnames[0]
+    found = [class_table(kind).get(code.co_name) for kind in bases_of(type(frame.f_locals.get(first)))]
+    return first if any(type(each) is FunctionType and each.__code__ is code for each in found) else "self"
 
 
 def _reader(frame: FrameType | None) -> Reader:

@@ -129,12 +129,13 @@ def of_singles(outs: list[dict[str, Any]]) -> dict[str, Any]:
         "aux": pytree.tree_unflatten(aux, flat[0][1]),
         "grad_norm": torch.stack(norms) if norms else None,
         "skipped": torch.stack([out["skipped"] for out in outs]),
+        "stepped": tuple(out["stepped"] for out in outs),
     }
 
 
 def of_window(outs: list[dict[str, Any]], short: bool) -> dict[str, Any]:
     """Return what a window returns where single calls returned these. The flush of a short one returns nothing."""
-    last = {} if short else {key: outs[-1][key] for key in ("grad_norm", "skipped")}
+    last = {} if short else {key: outs[-1][key] for key in ("grad_norm", "skipped", "stepped")}
     return {key: value for key, value in of_singles(outs).items() if key in ("loss", "aux")} | last
 
 

@@ -13,10 +13,24 @@ from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.step_kind import parameters, why_not_capturable
 from .._torch.optimizers import remove_step_hook
 from .._torch.tensors.fake_tensors import is_fake
-from .._torch.tensors.modes import without_torch_function
+from .._torch.tensors.modes import UnseenFunctionMode, unseen_function_mode, without_torch_function
 from .._torch.tensors.modules import live_modules, module_tables, parts_of
 from .._torch.tensors.tensors import is_tensor, version
 from .._undo import Undo
+
+
+class _ForeachWrites(UnseenFunctionMode):
+    """Notes what functions write to whose kernels on CUDA count no change of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            self.written += args[0] if args else (kwargs or {}).get("self", ())
+        return func(*args, **(kwargs or {}))
 
 
 class FoundState:
@@ -51,7 +65,8 @@ class FoundState:
             # With the tensors themselves, so that no other one gets the identity of one that is gone.
             for module in live_modules():
                 before |= {id(tensor): (tensor, *_state(tensor)) for tensor in _tensors(module)}
-        with Undo() as undo, ExitStack() as stack:
+        seen = _ForeachWrites()
+        with Undo() as undo, ExitStack() as stack, unseen_function_mode(seen), seen:
 
             def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 # The inner part of an optimizer works on the param groups of that.
@@ -73,7 +88,7 @@ class FoundState:
             undo.note(register_optimizer_step_post_hook(has_stepped).remove)
             yield
         with without_torch_function():
-            self._look(before)
+            self._look(before, set(map(id, seen.written)))
 
     def _apply(self, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
         if not why_not_capturable(optimizer):
@@ -81,9 +96,9 @@ class FoundState:
             groups.refresh()
             stack.enter_context(groups.applied())
 
-    def _look(self, before: dict[int, tuple[Any, ...]]) -> None:
+    def _look(self, before: dict[int, tuple[Any, ...]], written: set[int]) -> None:
         stepped = [param for optimizer in self.optimizers for param in parameters(optimizer)]
-        found = set(map(id, stepped))
+        found = written.union(map(id, stepped))
         live, owners = live_modules(), set[int]()
         for module in live:
             for tensor in _tensors(module):

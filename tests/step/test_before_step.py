@@ -200,7 +200,7 @@ def test_the_norm_is_that_of_the_changed_gradients(engine: Engine) -> None:
 
     history, _ = trained(engine, small, max_norm=10.0)
     count = sum(param.numel() for param in Net().parameters())
-    assert all(norm == pytest.approx(0.5 * math.sqrt(count)) for _, norm, *_ in history)
+    assert all(float(norm) == pytest.approx(0.5 * math.sqrt(count)) for _, norm, *_ in history)
 
 
 @pytest.mark.parametrize("graph", ["off", "emulate"])

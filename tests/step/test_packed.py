@@ -16,7 +16,9 @@ import ampkit
 CAPACITY, MOST, WORDS = 64, 8, 50
 KINDS = ["sdpa", "flex"]
 # torch's own, of flex_attention that is not compiled
-EAGER_FLEX = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+EAGER_FLEX = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 
 def pack(texts: list[Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from tape import taped
 from torch import Tensor, nn
 
 import ampkit
+from ampkit._step import found_state
 
 Engine = tuple[str, str]
 MANY = 14  # calls
@@ -322,3 +323,10 @@ def test_a_gradient_that_is_left_to_a_loose_tensor(engine: Engine, declared: boo
         found.append([alpha.detach().clone(), model.weight.detach().clone()])
     assert "leaves it a gradient" in str(caught[0].message)
     assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("algorithm", [SAC, DQN])
+def test_writes_that_nothing_counts(algorithm: type[Learner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Foreach kernels on CUDA raise no version, so target networks that are moved by them are found by the calls."""
+    monkeypatch.setattr(found_state, "version", lambda _: 0)
+    test_learners(("cpu", "emulate"), algorithm)

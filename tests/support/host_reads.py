@@ -126,7 +126,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
     "dict by pair": (lambda: {(1, "a"): 1.0}, lambda w: w[1, "a"], lambda w: w.update({(1, "a"): 3.0})),
     "class of lists": (lambda: Numbers([1.0]), lambda w: w[0], lambda w: w.__setitem__(0, 3.0)),
     "class of sets": (Names, lambda w: 3.0 if "a" in w else 1.0, lambda w: w.add("a")),
-    "objects in a set": (lambda: {Base()}, lambda w: sum(o.scale for o in w), lambda w: made(next(iter(w)), scale=3.0)),
+    "objects in a set": (
+        lambda: {made(Base(), scale=1.0)},  # the case of `super` leaves its class another one
+        lambda w: sum(o.scale for o in w),
+        lambda w: made(next(iter(w)), scale=3.0),
+    ),
     "tensors in a set": (lambda: {torch.zeros(2)}, len, lambda w: w.update({torch.zeros(2), torch.zeros(2)})),
     "dict by tensor": (
         lambda: {torch.zeros(2): 1.0},

@@ -41,7 +41,7 @@ _NEAR = 0.01  # how near a ratio of losses is to be to that of sizes. In low pre
 class PaddingCheck:
     """Refuses a loss that sees the padding, before the first batch that is padded in a dimension.
 
-    It calls the loss five times, and twice more to find the line. Tensors of the model, the random numbers, and the
+    It calls the loss up to six times. Tensors of the model, the random numbers, and the
     modes of the modules are put back behind each call.
 
     Args:

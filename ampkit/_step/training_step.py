@@ -52,6 +52,11 @@ class StepOutput(NamedTuple):
     stepped: bool | tuple[bool, ...] = True
 
 
+def with_copies(output: StepOutput) -> StepOutput:
+    """Return the output with copies of loss and aux, which may be tensors that a later call changes."""
+    return output._replace(loss=output.loss.clone(), aux=None if output.aux is None else copied(output.aux))
+
+
 class PartOfStep(NamedTuple):
     """What a call of `TrainingStep` returns.
 
@@ -209,10 +214,9 @@ class TrainingStep:
 
     def _own(self, part: PartOfStep) -> PartOfStep:
         """Copy the outputs that are not the caller's alone: `loss_fn` may have kept the loss and aux."""
-        out = part.output
+        out = with_copies(part.output)
         skipped = out.skipped.clone() if out.skipped is self._not_skipped else out.skipped
-        aux = None if out.aux is None else copied(out.aux)
-        return part._replace(output=out._replace(loss=out.loss.clone(), aux=aux, skipped=skipped))
+        return part._replace(output=out._replace(skipped=skipped))
 
     def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""

@@ -4,19 +4,15 @@ python tests/support/rank_lengths.py --device cuda  two ranks, all cases; a row 
 python tests/support/rank_lengths.py --device cpu --cases ddp  one of them with gloo, emulated graphs
 """
 
-import argparse
-import json
-import os
 import random
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ddp_train import KEPT, launch
-from rank_script import rows_of, run_rank
+from ddp_train import KEPT
+from rank_script import main_of_cases, rows_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -96,21 +92,5 @@ def compare_all(names: Sequence[str], device: torch.device) -> dict[str, Any]:
     return rows_of(names, lambda name: compare(CASES[name], device, graph))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--timeout", type=float, default=240)
-    args = parser.parse_args(argv)
-    if "RANK" not in os.environ:
-        for rank, row in enumerate(launch(*argv, timeout=args.timeout, script=__file__)):
-            for name, result in row.items():
-                print(f"rank {rank}, {name}: {json.dumps(result)}")
-        return 0
-    torch.use_deterministic_algorithms(True)
-    run_rank(partial(compare_all, args.cases), args.device, args.timeout, "destroy")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main_of_cases(sys.argv[1:], __file__, str(__doc__), [*CASES], compare_all))

@@ -1,15 +1,17 @@
 """What scripts with cases for several ranks share: the work of one rank, and how two of its jobs are compared."""
 
+import argparse
 import faulthandler
 import json
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_train import end, join
+from ddp_train import end, join, launch
 from torch import Tensor
 
 
@@ -74,3 +76,26 @@ def differences(left: Any, right: Any) -> list[str]:
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors have the same bits, except those of nan."""
     return left.dtype is right.dtype and torch.equal(left.cpu().nan_to_num(0.5), right.cpu().nan_to_num(0.5))
+
+
+def main_of_cases(
+    argv: Sequence[str],
+    script: str,
+    about: str,
+    cases: Sequence[str],
+    compare_all: Callable[[Sequence[str], torch.device], dict[str, Any]],
+) -> int:
+    """Run a script that compares cases on several ranks: launch them and print their rows, or be one of them."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="*", choices=cases, default=list(cases))
+    parser.add_argument("--timeout", type=float, default=240)
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        for rank, row in enumerate(launch(*argv, timeout=args.timeout, script=script)):
+            for name, result in row.items():
+                print(f"rank {rank}, {name}: {json.dumps(result)}")
+        return 0
+    torch.use_deterministic_algorithms(True)
+    run_rank(partial(compare_all, args.cases), args.device, args.timeout, "destroy")
+    return 0

@@ -34,17 +34,13 @@ def is_compared_at_once(frame: FrameType, *, on_the_left: bool = False) -> bool:
     call must take the number off the stack in a comparison, before any other code can have it; `on_the_left`, so that
     no other class's comparison comes first.
     """
+    instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname not in _IDLE]
+    ran = sum(each.offset <= frame.f_lasti for each in instructions)
+    if not _is_call_of_item(instructions[max(0, ran - 2) : ran]):
+        return False
     above = 0  # values on the stack above the number
-    called: list[dis.Instruction] = []  # what has run
-    for instruction in dis.get_instructions(frame.f_code):
+    for instruction in instructions[ran:]:
         name = instruction.opname
-        if name in _IDLE:
-            continue
-        if instruction.offset <= frame.f_lasti:
-            called = [*called[-1:], instruction]
-            continue
-        if not _is_call_of_item(called):
-            return False
         if name == "COMPARE_OP":
             return above == 1 or (above == 0 and not on_the_left)
         calls = "NULL" in instruction.argrepr  # the beginning of a call

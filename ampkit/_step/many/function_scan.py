@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.multi_step import Noting, Steps
+from ..._capture.graph.cache import copied
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
 from ..._errors import CaptureError
 from ..._torch.tensors.tensors import version
-from ..outputs import mapped_outputs
 from ..step_function import StepFunction
 from ..training_step import Phase
 from .scan import MOST
@@ -101,7 +101,7 @@ class FunctionScan:
             before = [*map(version, rates)]
             with noting():
                 output = self._function(self._phase, *given, **named)
-            outputs.append(mapped_outputs(output, Tensor.clone))  # a later call may change what it is
+            outputs.append(copied(output))  # a later call may change what it is
             if before != [*map(version, rates)]:
                 # Each call reads copies of the rates, which the engine brings up to date in front of it.
                 if any(rate.device != self.device for rate in rates):

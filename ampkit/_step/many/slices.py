@@ -4,13 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ..._capture.engine.multi_step import Noting
 from ..._capture.keys.inputs import Spec
 from ..._torch.tensors.tree import TreeSpec
-from ..outputs import mapped_outputs
-from ..training_step import PartOfStep, Phase, StepOutput
+from ..training_step import PartOfStep, Phase, StepOutput, with_copies
 from ..window import Window
 from .stack import Stack, sliced
 
@@ -99,8 +96,6 @@ def micro_batches(
         given, named = sliced(leaves, tree, i)
         with noting():
             part = call(Phase(i == places[-1], accumulated, observed), *given, **named)
-        out = part.output  # which may have tensors that a later call changes
-        out = out._replace(loss=out.loss.clone(), aux=mapped_outputs(out.aux, Tensor.clone))
-        done.append(part._replace(output=out))
+        done.append(part._replace(output=with_copies(part.output)))
         accumulated = part.accumulated or ()
     return done

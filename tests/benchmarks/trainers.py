@@ -175,10 +175,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--libraries", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     print(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", torch.__version__, flush=True)
-    for library, train in WAYS.items():
+    for library in args.libraries:
+        train = WAYS[library]
         if not all(map(importlib.util.find_spec, NEEDS.get(library, ("transformers", library)))):
             print(f"{library:13s} is not installed", flush=True)
             continue

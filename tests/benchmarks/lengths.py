@@ -7,9 +7,9 @@
 The text is the source of Python's standard library: what stands between double empty lines is a text, and its words and
 signs are its tokens. The ways: torch's own loop on batches as they come, `graphed_step(graph="off")` on batches that
 are padded, and the same with graphs. Tokens per second are those of the texts, without any padding: over all calls with
-warm-up and captures, and over the second half of the calls. The eager ways make fewer calls, because they are slower and
-have no warm-up. Then the losses and weights of the two padded ways, bit by bit, under deterministic algorithms: fewer
-calls, because these are slower.
+warm-up and captures, and over the second half of the calls. The eager ways make fewer calls, because they are slower
+and have no warm-up. Then the losses and weights of the two padded ways, bit by bit, under deterministic algorithms:
+fewer calls, because these are slower.
 """
 
 import argparse

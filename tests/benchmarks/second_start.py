@@ -56,6 +56,7 @@ def start(way: str, device: str, tiny: bool) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
         calls.append(time.perf_counter() - before)
+        print(f"  {way}: call {len(calls)} took {calls[-1]:.1f} s", file=sys.stderr, flush=True)
         if way == "ampkit" and step.report().replays:
             over = time.perf_counter()
             break
@@ -104,10 +105,9 @@ def main() -> None:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             command = [sys.executable, __file__, "--one", way, "--device", args.device, *["--tiny"] * args.tiny]
             for process in ("first", "second"):
-                ran = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True)
+                ran = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True)
                 if ran.returncode:
-                    print(f"{way:16} {process:7} {ran.stderr[-2000:]}", flush=True)
-                    break
+                    break  # its error has been printed
                 found = json.loads(ran.stdout.splitlines()[-1])
                 phases = ", ".join(f"{phase} {found[phase]:.1f}" for phase in PHASES)
                 slow = ", ".join(f"{i}: {seconds:.1f}" for i, seconds in enumerate(found["calls"]) if seconds > 0.5)

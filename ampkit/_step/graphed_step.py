@@ -121,7 +121,7 @@ def graphed_step(
         buckets: sizes to pad batches to, see `Buckets`; or "auto", which is `Buckets("auto", "auto")`. Then the first
             200 batches stay as they are, in eager calls, and at most six sizes are chosen from theirs: as few as make
             15% more tokens at most. `choose_buckets` chooses them ahead of the first call, `report` has them, and
-            `state_dict` keeps them. A later batch that is larger is never cut, see docs/capture.md. With one process, a
+            `state_dict` keeps them. A later batch that is larger is never cut, see docs/shapes.md. With one process, a
             loss that sees the padding is refused before the first batch that is padded: `loss_fn` runs up to six
             times more in that call.
         warmup: eager calls per input layout before it is captured, at least 2 (1 is taken as 2). They are training

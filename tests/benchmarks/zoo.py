@@ -3,6 +3,7 @@
     python tests/benchmarks/zoo.py --shard 1/8 --json FILE     every 8th row, on a GPU; goes on where FILE ends
     python tests/benchmarks/zoo.py --graph emulate --only timm/resnet18 'torch/*'    without a GPU
     python tests/benchmarks/zoo.py --table FILE [FILE ...]     prints the markdown table from such files
+    python tests/benchmarks/zoo.py --table FILE ... --write docs/models.md    writes it there, without zoo_unseen.py
 
 Each row trains a small model with default flags and random weights for a few steps, once with `graph="off"` and once
 with the default flags of graphed_step, from one seed and under deterministic algorithms, and compares losses,
@@ -33,12 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import foreign_models
+import marked
 import numpy
 import torch
 import zoo_models
 import zoo_small
 import zoo_transformers
 import zoo_unseen
+from marked import cells
 from models import State, differing, distance, repeatable
 from torch import Tensor
 from zoo_models import Batch, Row, Training
@@ -49,6 +52,7 @@ ROWS: dict[str, Row] = {**zoo_models.ROWS, **zoo_transformers.ROWS, **zoo_small.
 STEPS = 9  # 3 of warm-up, or 4 where the preflight looks twice
 REPEATS = 5
 SECONDS = 0.15  # of steps per repeat
+MARK = "zoo.py --table"  # the block of docs/models.md
 DEVICE_LOST = 3  # exit code: the process can do nothing more with its GPU
 
 
@@ -272,25 +276,26 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence that counts the rows, and two markdown tables: of the rows with times, and of all rows."""
+    """Return sentences that count the rows, and two sections with a table: of the rows with times, and of all rows."""
     rows = sorted(rows, key=lambda row: str(row["name"]))
     timed = [row for row in rows if "eager_ms" in row]
-    times = ["| model | eager, ms (range) | graphed, ms (range) | times as fast |", "|---|---|---|---|"]
-    times += [cells(row["name"], *times_text(row).split(" | ")) for row in timed]
-    outcomes = ["| model | in a graph | bits | what stands in the way |", "|---|---|---|---|"]
+    times = ["## Times", "", "| model | eager, ms (range) | graphed, ms (range) | times as fast |", "|---|---|---|---|"]
+    times += [cells(shown(row), *times_text(row).split(" | ")) for row in timed]
+    outcomes = ["## All rows", "", "| model | in a graph | bits | what stands in the way |", "|---|---|---|---|"]
     for row in rows:
-        about = ", ".join(filter(None, (row["policy"] if row["policy"] != "bfloat16" else "", row["note"])))
-        name = row["name"] + (f" ({about})" if about else "")
         if "error" in row:
             known = ("not trained", "", row["error"])
         else:
             known = (row["outcome"], bits_text(row), place_text(row))
-        outcomes.append(cells(name, *known))
+        outcomes.append(cells(shown(row), *known))
     return "\n".join([summary(rows), *(["", *times] if timed else []), "", *outcomes])
 
 
-def cells(*texts: str) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in texts) + " |"
+def shown(row: dict[str, Any]) -> str:
+    """Return the name of the row, with its precision where that is one word and not bfloat16, and its note."""
+    precision = "" if row["policy"] == "bfloat16" or "=" in row["policy"] else row["policy"]
+    about = ", ".join(filter(None, (precision, row["note"])))
+    return row["name"] + (f" ({about})" if about else "")
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -357,10 +362,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-speed", action="store_true", help="check the bits alone; as without a GPU")
     parser.add_argument("--json", metavar="FILE", type=Path, help="append one line per row; rows in it are skipped")
     parser.add_argument("--table", nargs="+", metavar="FILE", type=Path, help="print the table of these files, and end")
+    parser.add_argument("--write", metavar="PAGE", type=Path, help="with --table: write it into this page instead")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and end")
     args = parser.parse_args(argv)
     if args.table:
-        print(table(read(args.table)))
+        rows = read(args.table)
+        if args.write:
+            marked.write(args.write, MARK, table([row for row in rows if row["name"] not in zoo_unseen.ROWS]))
+        else:
+            print(table(rows))
         return 0
     names = chosen(args.only, args.shard)
     if args.list:

@@ -4,6 +4,7 @@ A block whose first line is `# needs: package` runs alone, as a test of its own,
 """
 
 import ast
+import functools
 import re
 import sys
 import traceback
@@ -67,7 +68,7 @@ RECIPES = [(page, block) for page in FOUND for block in blocks(page.read_text())
 ON_CUDA = [pytest.param(page, id=f"{page.name}-cuda", marks=pytest.mark.cuda) for page in PAGES]
 
 
-# One or two seconds each, and capture.md twenty.
+# One or two seconds each, shapes.md and in-parts.md more.
 ON_CPU = [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name != "README.md")) for page in PAGES]
 
 
@@ -93,29 +94,105 @@ def test_block_that_needs_a_package(page, block, tmp_path, monkeypatch):
     assert_runs(page, [block], monkeypatch)
 
 
+def test_pages_about_capture_are_short():
+    """Each page under "Capture" in the table of contents has one job, and at most 1,800 words besides its code."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    (listed,) = re.findall(r":caption: Capture\n:hidden:\n\n(.*?)\n```", index, re.DOTALL)
+    counts = {}
+    for page in listed.split():
+        text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+        counts[page] = len(re.findall(r"\S*\w\S*", text))
+    assert len(counts) == 8
+    assert not {page: count for page, count in counts.items() if not 300 < count <= 1800}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+OWN_ERRORS = {"AmpkitError", "CaptureError", "InputMismatch"}
+
+
+def text_of(node: ast.expr, constants: dict[str, str]) -> str:
+    """Return a string of the source, with a mark for each value that is filled in."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts)
+        case ast.Name(id=name):
+            return constants.get(name, "")
+        case ast.BinOp(left=one, right=other) | ast.IfExp(body=one, orelse=other):
+            return f"{text_of(one, constants)}\0{text_of(other, constants)}"
+        case ast.Call(func=ast.Attribute(value=text, attr="format")):
+            return re.sub(r"\{[^}]*\}", "\0", text_of(text, constants))
+    return ""
+
+
+@functools.cache
+def sources() -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in sorted((ROOT / "ampkit").rglob("*.py"))]
+
+
 def messages() -> list[str]:
-    """Return every string in the sources of ampkit, with a mark for each value that is filled in."""
-    found = []
-    for file in (ROOT / "ampkit").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+    """Return every string in the sources of ampkit."""
+    nodes = (node for tree in sources() for node in ast.walk(tree))
+    return [text_of(node, {}) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+
+
+def raised_and_warned(tree: ast.Module) -> list[str]:
+    """Return what a module gives to ampkit's own errors and to warnings, and its constants of more than a sentence."""
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    constants = {ast.unparse(node.targets[0]): text_of(node.value, {}) for node in assigned}
+    found = [text for text in constants.values() if len(text.split()) >= 10 and ". " in text and "\\" not in text]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.Call(func=called, args=[first, *_])) if ast.unparse(called) in OWN_ERRORS:
+                found.append(text_of(first, constants))
+            case ast.Call(func=called, args=[first, *_]) if ast.unparse(called) == "warnings.warn":
+                found.append(text_of(first, constants))
     return found
+
+
+def quoted_in_troubleshooting() -> tuple[list[str], list[str]]:
+    """Return what the page quotes under headings, and in the tables of ampkit's own messages."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Messages of Python")[0]
+    tables = page[page.index("## Further messages") :]
+    return re.findall(r"^> (.*)$", page, re.MULTILINE), re.findall(r"^\| `([^`]*)` \|", tables, re.MULTILINE)
+
+
+def fragments(quotes: list[str]) -> list[str]:
+    return [part for quote in quotes for part in (part.strip(" .") for part in quote.split("...")) if part]
 
 
 def test_troubleshooting_quotes_the_messages():
     """Under each heading, which is a sentence, the page quotes what ampkit prints, word for word."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    headings, quoted = (re.findall(pattern, page, re.MULTILINE) for pattern in (r"^### (.*)$", r"^> (.*)$"))
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    quoted, in_tables = quoted_in_troubleshooting()
     assert len(headings) == len(quoted) > 20
+    assert len(in_tables) > 50
     assert not [heading for heading in headings if "..." in heading or " " not in heading]
     said = messages()
-    for message in quoted:
-        for fragment in filter(None, (part.strip(" .") for part in message.split("..."))):
-            assert any(fragment in one for one in said), f"no message has {fragment!r}"
+    assert not [part for part in fragments(quoted + in_tables) if not any(part in one for one in said)]
+
+
+def test_troubleshooting_has_every_message():
+    """What ampkit raises as its own errors, and warns of, is on the page by a part of at least 15 characters."""
+    quoted, in_tables = quoted_in_troubleshooting()
+    parts = [part for part in fragments(quoted + in_tables) if len(part) >= 15]
+    written = [text for tree in sources() for text in raised_and_warned(tree)]
+    of_some_length = {text for text in written if max(map(len, text.split("\0"))) >= 20}
+    assert len(of_some_length) > 100
+    assert not [text.replace("\0", "...") for text in of_some_length if not any(part in text for part in parts)]
+
+
+def test_messages_of_a_module():
+    filled = "One thing is not so, and it was {0}. Write another one there."
+    raising = f"A = '{filled}'\ndef f(x):\n    raise CaptureError(A.format(x))\n"
+    others = "warnings.warn(f'{x} is no ' + y)\nraise ValueError('not one of these')\nB = 'short.'"
+    shown = [text.replace("\0", "|") for text in raised_and_warned(ast.parse(raising + others))]
+    assert sorted(shown) == sorted([filled, filled.replace("{0}", "|"), "| is no |"])
 
 
 def test_blocks_of_a_page():

@@ -171,12 +171,47 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 rows, 1 that could not be trained. In a graph: 1 whole, 0 in parts, 1 eager.")
     times = "4.00 (3.50 to 4.25) | 0.50 (0.50 to 0.75) | 8.00 |"
-    assert lines[4:6] == [f"| a/b | {times}", f"| a/c | {times}"]
-    assert lines[9].startswith("| a/a (float32) | not trained |")
-    assert "ValueError: no" in lines[9]
-    assert lines[10] == "| a/b (float32, small \\| quick) | whole | equal |  |"
-    assert lines[11:] == ["| a/c (float32) | eager | equal | `d.py:7` |"]
+    assert lines[6:8] == [f"| a/b (float32, small \\| quick) | {times}", f"| a/c (float32) | {times}"]
+    assert lines[13].startswith("| a/a (float32) | not trained |")
+    assert "ValueError: no" in lines[13]
+    assert lines[14] == "| a/b (float32, small \\| quick) | whole | equal |  |"
+    assert lines[15:] == ["| a/c (float32) | eager | equal | `d.py:7` |"]
     assert {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")} == {5}
+
+
+def test_written_into_a_page(tmp_path: Path) -> None:
+    """The block between the two comments is replaced, and rows of zoo_unseen are left out of it."""
+    page, rows = tmp_path / "page.md", tmp_path / "rows.json"
+    known = {"library": "a", "version": "1.0", "policy": "bfloat16", "device": "H200", "note": "", "error": "no"}
+    names = ["torch/LSTM", next(iter(zoo.zoo_unseen.ROWS))]
+    rows.write_text("".join(json.dumps({**known, "name": name}) + "\n" for name in names))
+    page.write_text(f"# T\n\n<!-- begin: {zoo.MARK} -->\nold\n<!-- end: {zoo.MARK} -->\nbehind\n")
+    assert zoo.main(["--table", str(rows), "--write", str(page)]) == 0
+    text = page.read_text()
+    assert "\n| torch/LSTM | not trained |" in text
+    assert text.endswith("\nbehind\n")
+    assert names[1] not in text
+    assert "old" not in text
+    page.write_text("# T\n")
+    with pytest.raises(ValueError, match=r"page\.md: expected '<!-- begin: zoo\.py --table -->'"):
+        zoo.main(["--table", str(rows), "--write", str(page)])
+
+
+def test_the_page_has_what_the_script_writes() -> None:
+    """The rows of docs/models.md are those of the script, as it shows and sorts them, and the sentence counts them."""
+    block = zoo.marked.read(Path(__file__).parents[2] / "docs" / "models.md", zoo.MARK)
+    lines = [line.strip("| ").split(" | ") for line in block.split("## All rows")[1].strip().splitlines()[2:]]
+    expected = [zoo.shown({"name": name, "policy": row.policy, "note": row.note}) for name, row in zoo.ROWS.items()]
+    names = [line[0] for line in lines]
+    unseen = len(zoo.zoo_unseen.ROWS)
+    assert len(expected) - len(names) == unseen > 0
+    assert set(names) <= set(expected)
+    assert [name.split(" (")[0] for name in names] == sorted(name.split(" (")[0] for name in names)
+    outcomes = [f"{sum(line[1] == kind for line in lines)} {kind}" for kind in ("whole", "in parts", "eager")]
+    equal = sum(line[2].startswith("equal") for line in lines)
+    assert block.startswith(
+        f"{len(names)} rows, 0 that could not be trained. In a graph: {', '.join(outcomes)}. Bits: {equal}"
+    )
 
 
 def test_shards_are_all_rows() -> None:

@@ -22,6 +22,7 @@ from ._commands.output import (
     FOUND,
     INTERRUPTED,
     NO_READER,
+    POLICY,
     TROUBLE,
     USERS_ERROR,
     Output,
@@ -33,7 +34,7 @@ from ._commands.output import (
     say,
 )
 from ._commands.trace import add_trace
-from ._commands.users_function import users_function
+from ._commands.users_function import CALL, users_function
 from ._errors import AmpkitError, UsageError
 from ._precision.explain import explain
 from ._precision.op_table import DEVICE_TYPES, OpTable, op_table
@@ -58,10 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         commands = parser.add_subparsers(required=True, metavar="command")
         for add in (add_bench, _add_doctor, add_trace, _add_ops, _add_explain, _add_env):
             add(commands)
+        argv = sys.argv[1:] if argv is None else argv
+        if not argv:
+            parser.print_help(sys.stderr)
+            return TROUBLE
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        args.argv = sys.argv[1:] if argv is None else argv
+        args.argv = argv
     except SystemExit as ended:  # of --help, of --version, or after a message about wrong arguments
         return int(ended.code or DONE)
     try:
@@ -117,15 +122,16 @@ def _add_doctor(commands: Any) -> None:
         "step from being captured, or make it slow or imprecise, and what to write instead.",
         epilog=exit_codes("there are findings"),
     )
-    doctor.add_argument("call", metavar="module:function", help=f"function that returns {DOCTOR_RETURNED}")
+    doctor.add_argument("call", metavar=CALL, help=f"function that returns {DOCTOR_RETURNED}")
     doctor.add_argument("--lightning", action="store_true", help=f"the function returns {RETURNED_LIGHTNING}")
+    doctor.add_argument("--policy", type=policy, help=POLICY)
     doctor.add_argument("--json", type=json_file, metavar="FILE", help=_JSON)
     doctor.set_defaults(run=_run_doctor, parser=doctor)
 
 
 def _run_doctor(args: argparse.Namespace, output: Output) -> int:
     returned = RETURNED_LIGHTNING if args.lightning else DOCTOR_RETURNED
-    found = diagnose(args.call, lambda: users_function(args.call, returned), lightning=args.lightning)
+    found = diagnose(args.call, lambda: users_function(args.call, returned), args.policy, lightning=args.lightning)
     output.show(str(found), found.to_json())
     return found.exit_code
 
@@ -188,7 +194,7 @@ def _add_explain(commands: Any) -> None:
         epilog=exit_codes(),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    explaining.add_argument("call", metavar="module:function", help=f"function that returns {_CALL}")
+    explaining.add_argument("call", metavar=CALL, help=f"function that returns {_CALL}")
     explaining.add_argument("--policy", type=policy, default="float16", help="dtypes, see ampkit.Policy")
     explaining.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="type of device; none is needed")
     explaining.add_argument("--json", type=json_file, default=None, metavar="FILE", help=_JSON)

@@ -1,13 +1,16 @@
 """What the arguments of public functions may be, and the error that names function, argument and value."""
 
+import functools
 import numbers
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _LONGEST = 200  # characters of a value that a message quotes
 
 
@@ -29,6 +32,28 @@ def shortened(text: str) -> str:
 def wrong(where: str, name: str, value: object, expected: str) -> ValueError:
     """Return the error that says what an argument of the public function `where` should have been."""
     return ValueError(f"{where}({name}={shown(value)}): expected {expected}.")
+
+
+def named_here(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a public function: `names` says what arguments that other libraries have are called here.
+
+    The function raises a `ValueError` with what to write if it gets one of them.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in names.keys() & kwargs.keys():
+                value = kwargs[name]
+                text = shown(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
+                raise ValueError(
+                    f"{function.__name__}({name}={text}): there is no argument {name!r}. Write {names[name]}={text}."
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_instance(where: str, name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

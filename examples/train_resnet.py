@@ -212,7 +212,9 @@ def add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--print-freq", type=positive, default=20, metavar="N", help="steps between two updates of the bar's numbers"
     )
-    group.add_argument("--json", action="store_true", help="print only the summary to stdout, as one line of JSON")
+    group.add_argument(
+        "--json", action="store_true", help="print the summary as one line of JSON, and nothing else to stdout"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- processes
@@ -690,6 +692,14 @@ def summarize(
     }
 
 
+def show_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+    """Write summary.json. Print the same on one line with --json, else a sentence."""
+    path = Path(args.output_dir) / "summary.json"
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+    figures = f"accuracy {summary['accuracy']:.2%}, {summary['images_per_second']:.0f} images/s"
+    print(json.dumps(summary) if args.json else f"{figures}, {summary['seconds']:.0f} s; more in {path}", flush=True)
+
+
 # ------------------------------------------------------------------------------------------------------------ main
 
 
@@ -732,8 +742,7 @@ def main(argv: list[str] | None = None) -> None:
         report = step.report()
         print(report, file=log)
         summary = summarize(args, training, history, report, weights, time.perf_counter() - start)
-        (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print(json.dumps(summary), flush=True)
+        show_summary(args, summary)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,13 +12,11 @@ without ampkit in one line of `main`.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.models.resnet import BasicBlock, Bottleneck
-from train_resnet import positive, weights_sha256
+from train_resnet import positive, show_summary, weights_sha256
 
 from ampkit.lightning import AmpkitCallback
 
@@ -93,7 +91,9 @@ def add_trainer_options(group: argparse._ArgumentGroup) -> None:
         "--output-dir", default="runs/train_resnet_lightning", metavar="DIR", help="folder for checkpoints and metrics"
     )
     group.add_argument("--print-freq", type=positive, default=20, metavar="N", help="steps between two log entries")
-    group.add_argument("--json", action="store_true", help="print only the summary to stdout, as one line of JSON")
+    group.add_argument(
+        "--json", action="store_true", help="print the summary as one line of JSON, and nothing else to stdout"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- module
@@ -211,8 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         summary = summarize(args, trainer, weights, speed, callback, time.perf_counter() - start)
         if not args.no_ampkit:
             print(callback.report(), file=sys.stderr if args.json else sys.stdout)
-        (Path(args.output_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print(json.dumps(summary), flush=True)
+        show_summary(args, summary)
 
 
 def strategy_of(args: argparse.Namespace) -> str | Strategy:

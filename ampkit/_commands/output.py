@@ -17,6 +17,7 @@ USERS_ERROR = 3  # the user's code raised an exception
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 NO_READER = 141  # 128 + SIGPIPE: the program that reads the output has ended
 STDOUT = "-"
+POLICY = "dtypes of the step, in place of the policy among the options that the function returns; see ampkit.Policy"
 
 
 def exit_codes(found: str = "") -> str:

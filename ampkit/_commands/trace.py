@@ -16,8 +16,8 @@ from ..debug._kernels.name_kernels import name_kernels
 from ..debug._kernels.named_trace import NamedTrace
 from .doctor.doctor import RETURNED, RETURNED_LIGHTNING, load_subject
 from .doctor.trial import Subject, Trial
-from .output import DONE, FOUND, Output, exit_codes, json_file, output_file
-from .users_function import users_function
+from .output import DONE, FOUND, POLICY, Output, exit_codes, json_file, output_file, policy
+from .users_function import CALL, users_function
 
 _MOST_STEPS = 40  # before the first replay; a layout takes a warm-up of a few
 _FEW_NAMED = 0.95  # of the time: below it the names are no picture of the step
@@ -38,12 +38,13 @@ def add_trace(commands: Any) -> None:
         epilog=exit_codes(f"less than {_FEW_NAMED:.0%} of the kernels' time has a name"),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    trace.add_argument("call", metavar="module:function", help=f"function that returns {RETURNED}")
+    trace.add_argument("call", metavar=CALL, help=f"function that returns {RETURNED}")
     trace.add_argument(
         "-o", "--output", type=output_file, required=True, metavar="FILE", help="where to write the trace"
     )
     trace.add_argument("--replays", type=_positive, default=2, help="how many optimizer steps to profile")
     trace.add_argument("--depth", type=_positive, default=1, help="how many parts of a module's path the table shows")
+    trace.add_argument("--policy", type=policy, help=POLICY)
     trace.add_argument("--lightning", action="store_true", help=f"the function returns {RETURNED_LIGHTNING}")
     trace.add_argument(
         "--json",
@@ -62,10 +63,13 @@ def _positive(text: str) -> int:
 
 def _run_trace(args: argparse.Namespace, output: Output) -> int:
     returned = RETURNED_LIGHTNING if args.lightning else RETURNED
-    subject = load_subject(args.call, lambda: users_function(args.call, returned), args.lightning)
+    subject = load_subject(args.call, lambda: users_function(args.call, returned), args.policy, args.lightning)
     named = traced(subject, args.replays)
     named.save(args.output)
-    output.show(f"{named.text(args.depth)}\nwritten to {args.output}", json.dumps(named.to_dict(), indent=1))
+    emulated = next(subject.model.parameters()).device.type != "cuda"
+    said = ["emulated: operations of the CPU stand in for kernels, and their times say nothing of a GPU"] * emulated
+    text = "\n".join([named.text(args.depth), *said, f"written to {args.output}"])
+    output.show(text, json.dumps(named.to_dict(), indent=1))
     return DONE if named.named_share >= _FEW_NAMED else FOUND
 
 

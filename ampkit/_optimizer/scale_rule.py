@@ -173,7 +173,12 @@ def _check_limits(where: str, low: Any, high: Any) -> None:
 def read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `torch.amp.GradScaler` by name, numbers as plain numbers, or raise."""
     given = inspect.signature(upstream.GradScaler).bind(*args, **kwargs).arguments
-    check_instance("GradScaler", "device", given.get("device", "cuda"), (str, torch.device), "a string such as 'cuda'")
+    device = given.get("device", "cuda")
+    check_instance("GradScaler", "device", device, (str, torch.device), "a string such as 'cuda'")
+    try:
+        torch.device(device)
+    except RuntimeError:  # of a name that torch does not know; its scaler would keep it
+        raise wrong("GradScaler", "device", device, "the type of a device that torch has: 'cuda' or 'cpu'") from None
     try:
         given["enabled"] = bool(given.get("enabled", True))
     except (RuntimeError, TypeError, ValueError):  # a tensor or an array of several elements

@@ -83,9 +83,10 @@ class Policy:
                 raise ValueError(f"Policy({name}={shown(rules)}): expected a dict of rules. {_LEGAL}")
             object.__setattr__(self, name, checked(pairs))
         if self.compute is torch.float32 and self.params is not torch.float32:
+            low, whole = dtype_name(self.params), "16-true" if self.params is torch.float16 else "bf16-true"
             raise ValueError(
-                f"Policy(params={dtype_name(self.params)}, compute=float32): autocast cannot raise a dtype. "
-                f"Use params=float32, or compute={dtype_name(self.params)}."
+                f"Policy(params={low}, compute=float32): autocast cannot raise a dtype. Write Policy.parse({low!r}) "
+                f"for float32 parameters that compute in {low}, or Policy.parse({whole!r}) for {low} parameters."
             )
         if self.ops:
             define(self.ops)
@@ -260,6 +261,8 @@ def _dtype(field: str, value: object) -> torch.dtype:
     dtype = as_dtype(value)
     if dtype is None:
         meant = _meant(value, (*DTYPES, "half")) if isinstance(value, str) else ""
+        if isinstance(value, str) and (canonical_name(value) in _POLICIES or "=" in value):
+            meant = f" Write Policy.parse({shown(value)})."
         raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(DTYPES)}.{meant} {_LEGAL}")
     return dtype
 

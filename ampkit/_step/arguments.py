@@ -21,6 +21,16 @@ from .._precision.policy import Policy
 from .._user_line import running_place, users_level
 from .observer import Observer
 
+# What loops of torch, Lightning, transformers, accelerate and timm call the arguments of graphed_step.
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("accumulate_grad_batches", "accumulation_steps", "gradient_accumulation_steps"), "accumulate"),
+    **dict.fromkeys(("clip", "clip_grad", "clip_grad_norm", "clip_norm", "grad_clip"), "max_norm"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "max_norm"),
+    **dict.fromkeys(("amp_dtype", "autocast", "dtype", "mixed_precision", "precision"), "policy"),
+    "grad_scaler": "scaler",
+    "lr_scheduler": "scheduler",
+}
+
 
 class Scheduler(Protocol):
     """A learning-rate scheduler of torch.optim.lr_scheduler that needs no metric."""

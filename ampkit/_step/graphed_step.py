@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_at_least, check_choice, read_positive
+from .._arguments import check_at_least, check_choice, named_here, read_positive
 from .._batches.buckets import Buckets
 from .._batches.leaks import PaddingCheck
 from .._batches.padding import Padding
@@ -29,6 +29,7 @@ from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .arguments import (
+    NAMES_ELSEWHERE,
     Scheduler,
     check_kinds,
     device_of,
@@ -55,6 +56,7 @@ from .training_step import Phase, StepOutput, TrainingStep
 from .window import Place, Window
 
 
+@named_here(NAMES_ELSEWHERE)
 def graphed_step(
     loss_fn: Callable[..., Any],
     model: nn.Module,
@@ -307,9 +309,10 @@ class GraphedStep(GraphOwner):
             **kwargs: passed on to `loss_fn` too, trees of the same kinds.
 
         Raises:
-            InputMismatch: a leaf of the batch cannot be an argument: a tensor is on another device, is sparse, belongs
-                to a subclass or requires grad; a tensor shares memory with another one, or with the state, and the
-                step changes one of the two in place; a constant is not hashable.
+            InputMismatch: the batch does not fit the arguments of `loss_fn`, such as a tuple that was not unpacked. Or
+                a leaf of it cannot be an argument: a tensor is on another device, is sparse, belongs to a subclass or
+                requires grad; a tensor shares memory with another one, or with the state, and the step changes one of
+                the two in place; a constant is not hashable.
             ValueError: the loss is not a floating tensor of shape () that requires grad, or aux has a leaf that is
                 neither a tensor nor None. No optimizer step was done. Or the model has lazy modules that were never
                 called; nothing was done.

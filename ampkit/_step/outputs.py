@@ -1,11 +1,13 @@
-"""What captured functions may return: trees of tensors, as a replay computes nothing else anew; and a loss."""
+"""What captured functions may get and return: trees of tensors, as a replay computes nothing else anew; and a loss."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._arguments import shown
+from .._text import type_text
 from .._torch.tensors.tree import tree_flatten, tree_unflatten
 
 
@@ -44,3 +46,32 @@ def check_loss(loss: object) -> None:
             "graphed_step: loss_fn returned a loss without grad: it depends on no parameter that requires grad, or was "
             "made under torch.no_grad() or from .detach(). Compute it from model(...) with gradients on."
         )
+
+
+def misfit(loss_fn: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return how the batch of a step does not fit the arguments of `loss_fn`, and what to write; "" if it fits."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # some functions of C have none
+        return ""
+
+    def fits(*args: Any, **kwargs: Any) -> bool:
+        try:
+            signature.bind(model, *args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    if fits(*args, **kwargs):
+        return ""
+    only = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(only, (tuple, list)) and fits(*only):
+        remedy = "Write step(*batch)."
+    elif isinstance(only, Mapping) and all(isinstance(key, str) for key in only) and fits(**only):
+        remedy = "Write step(**batch)."
+    elif (args and not kwargs and fits(args)) or (kwargs and not args and fits(kwargs)):
+        remedy = "Write step(batch)."
+    else:
+        remedy = "What a step is called with goes to loss_fn behind the model."
+    given = ", ".join([*(type_text(arg) for arg in args), *(f"{key}={type_text(arg)}" for key, arg in kwargs.items())])
+    return f"graphed_step: the step was called with ({given}), but loss_fn takes {signature}. {remedy}"

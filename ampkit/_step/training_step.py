@@ -14,6 +14,7 @@ from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
 from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
+from .._errors import InputMismatch
 from .._optimizer.device_step import Prepared, can_be_prepared
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rollback import WrittenBackup
@@ -26,7 +27,7 @@ from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace
-from .outputs import check_loss, check_outputs, mapped_outputs
+from .outputs import check_loss, check_outputs, mapped_outputs, misfit
 from .working_weights import WorkingWeights
 
 
@@ -366,7 +367,12 @@ class TrainingStep:
         with self._working.watching() if finds_casts else nullcontext() as uses:
             args, kwargs = own_batch((args, kwargs))
             with nullcontext() if self._policy is None else self._policy.autocast(self.device.type):
-                returned = self._call_loss(args, kwargs)
+                try:
+                    returned = self._call_loss(args, kwargs)
+                except TypeError as error:
+                    if problem := misfit(self._loss_fn, self._model, args, kwargs):
+                        raise InputMismatch(problem) from error
+                    raise
             loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
             check_loss(loss)
             check_outputs(aux, "graphed_step: loss_fn", " in aux", "No optimizer step was done.")

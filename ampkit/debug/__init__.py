@@ -3,6 +3,9 @@
 from ._compare.compare import compare as compare
 from ._compare.comparison import ComparedTensor as ComparedTensor
 from ._compare.comparison import Comparison as Comparison
+from ._compare.loop_comparison import DifferingTensor as DifferingTensor
+from ._compare.loop_comparison import LoopComparison as LoopComparison
+from ._compare.loops import compare_loops as compare_loops
 from ._cycles.cycles import Cycle as Cycle
 from ._cycles.cycles import Cycles as Cycles
 from ._cycles.cycles import cycles as cycles

@@ -1,5 +1,6 @@
 """python -m ampkit trace: a file for Perfetto and a table, from the function that `doctor` and `bench` take."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def test_it_writes_a_trace_and_prints_a_table(folder: Path, capsys: pytest.Captu
     assert text.startswith("4 replays: ")
     assert "100.0% of the time has a name" in text
     assert text.splitlines()[1].split() == ["phase", "module", "kernels", "us", "share"]
-    assert "step.json" in text.splitlines()[-1]
+    *_, emulated, written = text.splitlines()
+    assert emulated.startswith("emulated: operations of the CPU stand in for kernels, and their times say nothing of a")
+    assert "step.json" in written
     events = json.loads((folder / "step.json").read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer", "0", "2"} <= {e["name"] for e in events if e.get("cat") == "ampkit"}
     table = json.loads((folder / "table.json").read_text())
@@ -70,9 +73,12 @@ def test_it_writes_a_trace_and_prints_a_table(folder: Path, capsys: pytest.Captu
 
 
 def test_depth_shows_paths_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One replay is profiled if one is asked for."""
-    assert main(["trace", "mine_traced:training", "-o", "step.json.gz", "--replays", "1", "--depth", "3"]) == 0
+    """One replay is profiled if one is asked for, of the file that is named, under the policy that is asked for."""
+    more = ["--policy", "bfloat16", "--replays", "1", "--depth", "3"]
+    assert main(["trace", "mine_traced.py:training", "-o", "step.json.gz", *more]) == 0
     assert capsys.readouterr().out.startswith("1 replay: ")
+    with gzip.open(folder / "step.json.gz", "rt") as file:
+        assert "aten::_to_copy" in file.read()  # the casts of autocast
     assert (folder / "step.json.gz").read_bytes()[:2] == b"\x1f\x8b"
 
 

@@ -13,6 +13,7 @@ import forks
 import pytest
 import torch
 
+import ampkit
 from ampkit.__main__ import main
 from ampkit._capture.graph import capture_query
 from ampkit._commands.doctor import doctor as _doctor
@@ -743,7 +744,71 @@ def test_a_check_that_fails(script):
     )
     assert named(found) == planted(path)
     assert failed(found.unchecked) == ["schedule", "kernels", "host state"]
-    assert any("Tried to step 4 times" in text for text in found.unchecked)
+    why = "torch.optim.lr_scheduler raised an exception, which --json names"
+    assert f"schedule: {why}" in found.unchecked
+    assert "Tried to step 4 times" not in str(found)
+    assert "ValueError: Tried to step 4 times" in found.figures["errors"]["schedule"]
+    assert json.loads(found.to_json())["figures"]["errors"].keys() == {"schedule", "kernels"}
+
+
+def test_why_a_check_was_not_made(script):
+    """The user's line where there is one, or what a forecast cannot do; no text of an exception."""
+    path, found = script(
+        """
+        calls = []
+
+        def loss(model, x, y):
+            calls.append(None)
+            if len(calls) > 1:
+                raise KeyError("later")
+            return loss_fn(model, x, y)
+
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """
+    )
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "later" in text)
+    where = f'{path}:{line}: `raise KeyError("later")`'
+    assert f"kernels: your code raised an exception, which --json names: {where}" in found.unchecked
+    assert f"memory: your code raised an exception, which --json names: {where}" in found.unchecked
+    path, found = script(
+        """
+        def training():
+            model = net()
+            return lambda model, x, y: loss_fn(model, x[y > 0], y[y > 0]), model, sgd(model), data()
+        """
+    )
+    (memory,) = (text for text in found.unchecked if text.startswith("memory"))
+    assert re.match("memory: the step needs the value of a tensor, and a forecast computes shapes alone: /.*`$", memory)
+    path, found = script(
+        """
+        class Odd(torch.optim.SGD):
+            def step(self, closure=None, *, scale):
+                return super().step(closure)
+
+        def training():
+            model = net()
+            optimizer = Odd(model.parameters(), lr=0.1)
+            optimizer.step = partial(optimizer.step, scale=1)
+            return loss_fn, model, optimizer, data()
+        """
+    )
+    (memory,) = (text for text in found.unchecked if text.startswith("memory"))
+    assert memory.startswith("memory: debug.forecast: Odd.step needs scale, and the forecast calls optimizer.step().")
+
+
+def test_the_policy_of_the_command(script):
+    """It takes the place of the one among the options."""
+    text = """
+        def training():
+            model = net()
+            return loss_fn, model, sgd(model), data(), {"policy": "float16"}
+        """
+    for policy in ("bfloat16", "float32"):
+        _, found = script(text, policy=ampkit.Policy.parse(policy))
+        peaks = found.figures["memory"]["peak_bytes"]
+        assert list(peaks) == ["None", str(ampkit.Policy.parse(policy))]
 
 
 # --------------------------------------------------------------------------------------------------------------- report

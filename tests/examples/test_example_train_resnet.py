@@ -61,7 +61,7 @@ def train(
         common = ["--device", "cpu", "--epochs", "1", "-b", str(BATCH)]
         example.main([*common, "--output-dir", str(tmp_path / output), *options])
         lines = capsys.readouterr().out.splitlines()
-        return json.loads(lines[-1]), lines
+        return json.loads((tmp_path / output / "summary.json").read_text()), lines
 
     return run
 
@@ -85,10 +85,14 @@ def train_in_two_parts(example: ModuleType, train: Any, monkeypatch: pytest.Monk
     return run
 
 
-def test_last_line_is_the_summary_file(train: Any, tmp_path: Path) -> None:
-    """A run prints its epochs and the step's report, and last one JSON line: the content of summary.json."""
+def test_the_last_line_is_a_sentence(train: Any, tmp_path: Path) -> None:
+    """A run prints its epochs and the step's report, and last what one wants to know; summary.json has all."""
     summary, lines = train("--epochs", "2")
-    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    file = re.escape(str(tmp_path / "run" / "summary.json"))
+    said = re.fullmatch(rf"accuracy ([\d.]+)%, (\d+) images/s, \d+ s; more in {file}", lines[-1])
+    assert said is not None
+    assert float(said[1]) == pytest.approx(100 * summary["accuracy"], abs=0.005)
+    assert int(said[2]) == round(summary["images_per_second"])
     assert lines[0].startswith("epoch 1/2: loss ")
     assert summary["accuracy"] == round(summary["accuracy"] * 32) / 32
     assert summary["graph"]["replays"] == 0
@@ -112,9 +116,9 @@ def test_the_progress_bar_shows_images_per_second(
 
 
 def test_json_prints_one_line(train: Any) -> None:
-    """With --json stdout holds the JSON line alone, so that a program can read it."""
-    _, lines = train("--json")
-    assert len(lines) == 1
+    """With --json stdout holds one line alone, the content of summary.json, so that a program can read it."""
+    summary, lines = train("--json")
+    assert [json.loads(line) for line in lines] == [summary]
 
 
 @pytest.mark.slow

@@ -121,14 +121,19 @@ def test_the_whole_rule_survives_a_checkpoint() -> None:
     [
         ({"hysteresis": 0}, r"hysteresis=0\): expected an int of at least 1"),
         ({"min_scale": 0.0}, r"min_scale=0.0, max_scale=None\): expected 0 < min_scale"),
+        (
+            {"device": "gpu"},
+            r"GradScaler\(device='gpu'\): expected the type of a device that torch has: 'cuda' or 'cpu'",
+        ),
+        ({"device": 1024.0}, r"GradScaler\(device=float\): expected a string such as 'cuda'"),
         ({"min_scale": 8.0, "max_scale": 4.0}, "expected 0 < min_scale <= max_scale"),
         ({"init_scale": 2.0, "min_scale": 4.0}, r"init_scale=2.0\): it lies outside min_scale=4.0"),
     ],
 )
 def test_contradictory_rules(options: dict[str, Any], says: str) -> None:
-    """Arguments that contradict each other raise a ValueError that names them."""
+    """Arguments that contradict each other, or torch, raise a ValueError that names them."""
     with pytest.raises(ValueError, match=says):
-        ampkit.GradScaler("cpu", **options)
+        ampkit.GradScaler(**{"device": "cpu", **options})
 
 
 @pytest.mark.parametrize("engine", ENGINES)

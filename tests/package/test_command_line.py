@@ -285,14 +285,19 @@ MISTAKES = {
     "doctor no.such:thing": "'no.such:thing': No module named 'no'. Write module:function",
     "explain mine": "'mine': expected module:function",
     "explain ./mine.py": "'./mine.py': expected module:function",
-    "bench --model mine.py:training": "--model 'mine.py:training': No module named 'mine.py'",
     "doctor mine:train": "module 'mine' has no attribute 'train'. It has loss_fn, training, ",
     "doctor mine:number": "'mine:number' is int, expected a function",
     "explain mine:needs_two": "'mine:needs_two' cannot be called without arguments",
     "bench --model mine:needs_two": "'mine:needs_two' cannot be called with the batch size or without arguments",
     "explain mine:training": "'mine:training' returned (function, Linear, partial, list), expected (model, inputs)",
     "explain mine:misfit --device cpu": "mine:misfit: RuntimeError: ",
-    "bench --model resnet19": "'resnet19': expected module:function. Write module:function: ",
+    "bench --model resnet19": "'resnet19': expected module:function. Write module:function or file.py:function: ",
+    "explain no.py:example": "'no.py:example': there is no file 'no.py'. Write module:function or file.py:function: ",
+    "explain mine.py:none": "'mine.py:none': file 'mine.py' has no attribute 'none'. It has loss_fn, training, ",
+    "explain mine.py": "'mine.py': expected module:function. ",
+    "explain mine.py:f()": "'mine.py:f()': expected module:function. ",
+    "doctor mine:training --policy float17": "argument --policy: Policy.parse('float17'): ",
+    "trace mine:training --policy float17 -o out": "argument --policy: Policy.parse('float17'): ",
     "bench --variants bare": "--variants bare: none can be measured here",
     "bench --variants none": "invalid choice: 'none'",
     "bench -b 1e3": "'1e3' is not an int from 1 to 2147483647",
@@ -305,7 +310,6 @@ MISTAKES = {
     "ops --frobnicate": "unrecognized arguments: --frobnicate",
     "env --json none/env.json": "argument --json: 'none/env.json': there is no folder 'none'",
     "benhc": "invalid choice: 'benhc'",
-    "": "the following arguments are required: command",
 }
 
 
@@ -322,6 +326,41 @@ def test_mistakes(argv: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert MISTAKES[argv] in printed.err
     assert printed.err.count("\n") == 1
     assert "results" not in printed.out
+
+
+def test_without_arguments_the_help_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On standard error, with the exit code of wrong arguments."""
+    monkeypatch.setattr(sys, "argv", ["ampkit"])
+    assert main() == main([]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith("usage: python -m ampkit [-h]")
+    assert all(f"\n    {command} " in printed.err for command in COMMANDS)
+
+
+@pytest.mark.parametrize("place", ["mine.py", "./mine.py", "{folder}/mine.py", "deep/er/mine-2.py", "deep/er/json.py"])
+def test_a_file_instead_of_a_module(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may lie anywhere, import what lies beside it, and have a name that is no module's or another one's."""
+    (folder / "deep" / "er").mkdir(parents=True)
+    for name in ("mine-2.py", "json.py"):
+        (folder / "deep" / "er" / name).write_text("from beside_it import example")
+    (folder / "deep" / "er" / "beside_it.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    try:
+        assert main(["explain", f"{place.format(folder=folder)}:example", "--device", "cpu"]) == 0
+        assert main(["explain", f"{place.format(folder=folder)}:example", "--device", "cpu"]) == 0
+        assert sys.modules["json"] is json
+    finally:
+        for name in {*sys.modules} - before:
+            del sys.modules[name]
+    printed = capsys.readouterr().out
+    assert printed.count("1 operations.") == 2
+    assert printed.count("printed by the module") == 2
 
 
 @pytest.mark.parametrize("wrong", ["none/out.json", ".", "/proc/out.json", "x" * 300])
@@ -342,7 +381,7 @@ def test_output_files_are_tried_before_the_work(
 # ------------------------------------------------------------------------------------------------------ the user's code
 
 
-@pytest.mark.parametrize("argv", ["doctor {}:f", "explain {}:f", "bench --model {}:f"])
+@pytest.mark.parametrize("argv", ["doctor {}:f", "explain {}:f", "bench --model {}:f", "explain {}.py:f"])
 @pytest.mark.parametrize(
     ("module", "line", "raised"),
     [

@@ -90,6 +90,28 @@ def test_float32_compute_over_low_parameters_is_refused() -> None:
         Policy(params="bfloat16", compute="float32")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "bf16",
+            r"Write Policy.parse\('bfloat16'\) for float32 parameters (.*) Policy.parse\('bf16-true'\) for",
+        ),
+        (torch.float16, r"Write Policy.parse\('float16'\) for float32 parameters .* or Policy.parse\('16-true'\) for"),
+        (
+            "bf16-mixed",
+            r"Policy\(params='bf16-mixed'\): expected one of .* Write Policy.parse\('bf16-mixed'\)\.",
+        ),
+        ("compute=float16", r"Write Policy.parse\('compute=float16'\)\."),
+        ("float17", r"Did you mean 'float16'\?"),
+    ],
+)
+def test_what_belongs_into_parse(text: str, says: str) -> None:
+    """The name of a policy as the first argument, which is the dtype of parameters."""
+    with pytest.raises(ValueError, match=says):
+        Policy(text)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_only_float16_compute_needs_scaling(name: str) -> None:
     """bfloat16 has float32's exponents, so its gradients do not underflow."""

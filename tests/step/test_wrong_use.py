@@ -1,6 +1,7 @@
 """Wrong use of graphed_step: each mistake is named with its argument, its value and the remedy."""
 
 import copy
+import inspect
 import pickle
 from contextlib import nullcontext
 from typing import Any
@@ -52,6 +53,10 @@ BATCH = (torch.ones(3, 4), torch.ones(3, 2))
         ({"numerics": 100}, r"graphed_step\(numerics=100\): expected what ampkit.debug.numerics\(model, every=100\)"),
         ({"loss_fn": "mse"}, r"graphed_step\(loss_fn='mse'\): expected loss_fn\(model, \*batch\)"),
         ({"policy": torch.float16}, r"Policy.parse\(torch.float16\): .*Did you mean 'float16'\?"),
+        ({"clip": 1.0}, r"graphed_step\(clip=1.0\): there is no argument 'clip'. Write max_norm=1.0\."),
+        ({"accumulate_grad_batches": 4}, r"Write accumulate=4\."),
+        ({"precision": "bf16-mixed"}, r"Write policy='bf16-mixed'\."),
+        ({"dtype": torch.bfloat16}, r"Write policy='bfloat16'\."),
         ({"model": nn.ReLU(), "optimizer": torch.optim.SGD([torch.ones(1)])}, "found no parameters"),
     ],
 )
@@ -59,6 +64,59 @@ def test_bad_arguments(options: dict[str, Any], says: str) -> None:
     """An argument that cannot work is a ValueError at construction."""
     with pytest.raises(ValueError, match=says):
         make(**options)
+
+
+def test_unknown_arguments_are_pythons() -> None:
+    """A name that no library has for an argument is an error of Python; the signature is that of the function."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        make(colour="red")
+    assert "max_norm" in inspect.signature(ampkit.graphed_step).parameters
+
+
+def of_a_batch(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch.values() if isinstance(batch, dict) else batch
+    return loss_fn(model, x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": "off"}, {"accumulate": 2}])
+@pytest.mark.parametrize(
+    ("loss", "args", "kwargs", "says"),
+    [
+        (
+            loss_fn,
+            (BATCH,),
+            {},
+            r"called with \(\(Tensor, Tensor\)\), but loss_fn takes \(model.* Write step\(\*batch\)",
+        ),
+        (loss_fn, ([*BATCH],), {}, r"called with \(list\), .* Write step\(\*batch\)\.$"),
+        (loss_fn, ({"x": BATCH[0], "y": BATCH[1]},), {}, r"called with \(dict\), .* Write step\(\*\*batch\)\.$"),
+        (of_a_batch, BATCH, {}, r"called with \(Tensor, Tensor\), .* Write step\(batch\)\.$"),
+        (
+            of_a_batch,
+            (),
+            {"x": BATCH[0], "y": BATCH[1]},
+            r"called with \(x=Tensor, y=Tensor\), .* Write step\(batch\)\.$",
+        ),
+        (loss_fn, BATCH[:1], {}, r"called with \(Tensor\), .* goes to loss_fn behind the model\.$"),
+        (loss_fn, (BATCH[0],), {"target": BATCH[1]}, r"called with \(Tensor, target=Tensor\), .* behind the model\.$"),
+        (loss_fn, ({"a": BATCH[0]},), {}, r"called with \(dict\), .* behind the model\.$"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_loss(loss: Any, args: Any, kwargs: Any, says: str, options: Any) -> None:
+    """The message says how to unpack it; the step goes on with the right call."""
+    step = make(loss_fn=loss, **options)
+    with pytest.raises(ampkit.InputMismatch, match=r"^graphed_step: the step was " + says) as caught:
+        step(*args, **kwargs)
+    assert isinstance(caught.value.__cause__, TypeError)
+    step(*BATCH) if loss is loss_fn else step(BATCH)
+
+
+def test_a_type_error_of_the_loss_is_its_own() -> None:
+    def fails(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model, x)  # type: ignore[call-arg]  # the mistake
+
+    with pytest.raises(TypeError, match=r"loss_fn\(\) missing 1 required positional argument: 'y'"):
+        make(loss_fn=fails)(*BATCH)
 
 
 def lazy_model() -> nn.Module:

@@ -129,7 +129,8 @@ class Report:
         )
         head += f" ({self.input_bytes / 2**20:.1f} of them for inputs)" * (self.input_bytes >= _SHOWN_BYTES)
         head += f"; {self.scanned} more steps in {self.launches} launches of scan or window" * bool(self.launches)
-        times = [f"  {self._times()}"] if self.replay_ms is not None else []
+        times = [f"  {self._times()}"] if self.replay_ms is not None and not self.emulated else []
+        times += ["  emulated: a replay calls the step again, and only a graph would save time"] * self.emulated
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]
         reasons = [f"  eager x{count}: {reason}" for reason, count in self.eager.items()]
         told = [f"  from call {self.told_since} on, code that asks whether it is being captured is told so"]
@@ -155,12 +156,9 @@ class Report:
         replay = f"a replay takes {_milliseconds(self.replay_ms)}"
         if self.eager_ms is None:
             return replay
-        saved = (
-            "" if self.emulated or self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
-        )
+        saved = "" if self.saved_s is None or self.saved_s < 1 else f", {self.saved_s:.0f} s saved so far"
         ratio = self.eager_ms / self.replay_ms
         times = f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
-        times += " (emulated: a replay calls the step again, and only a graph would save time)" * self.emulated
         return f"{replay}, an eager step took {_milliseconds(self.eager_ms)}: {times}{saved}"
 
 

@@ -5,24 +5,27 @@ import json
 import linecache
 import statistics
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..._capture.graph.report import Report, shares_text
-from ..._errors import UsageError
+from ..._errors import AmpkitError, UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model
 from ..._step.graphed_step import graphed_step
 from ..._text import ProgressBar, size_text, type_text
+from ..._torch.tensors.fake_tensors import is_limit_of_fake_tensors
 from ..._user_line import line_text, user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import ALL_STEPS, device_work
+from ..bench.report import is_out_of_memory
 from .faults import CHECKS, Fault
 from .trial import Origins, Subject, Trial
 
@@ -86,7 +89,12 @@ class Diagnosis:
 
 
 def diagnose(
-    name: str, find: Callable[[], Callable[[], Any]], *, lightning: bool = False, bar: bool = True
+    name: str,
+    find: Callable[[], Callable[[], Any]],
+    policy: Policy | None = None,
+    *,
+    lightning: bool = False,
+    bar: bool = True,
 ) -> Diagnosis:
     """Train the loop that a function of the user's returns for a few eager steps, and return its faults.
 
@@ -100,7 +108,7 @@ def diagnose(
     try:
         progress.show("the first step")
         try:
-            trial = Trial(load_subject(name, find, lightning))
+            trial = Trial(load_subject(name, find, policy, lightning))
             trial.run()  # makes the optimizer's state
         except UsageError:
             raise
@@ -139,29 +147,53 @@ def _error_text(error: Exception) -> str:
 
 @contextmanager
 def _unchecked_if_it_fails(diagnosis: Diagnosis, title: str) -> Iterator[None]:
-    """Context that reports an error under "Not checked", so that the other checks go on."""
+    """Context that reports an error under "Not checked", so that the other checks go on. Its text is in the figures."""
     try:
         yield
     except Exception as error:  # the user's code may fail after a first step that went well
-        diagnosis.unchecked.append(f"{title}: {_error_text(error)}")
+        diagnosis.unchecked.append(f"{title}: {_why_unchecked(error)}")
+        diagnosis.figures.setdefault("errors", {})[title] = _error_text(error)
+
+
+def _why_unchecked(error: Exception) -> str:
+    """Return in words why a check could not be made: in those of the error only if they are ampkit's."""
+    cause = error.__cause__ or error
+    line = user_line(cause)
+    where = f": {line}" if line else ""
+    if isinstance(cause, Exception) and is_limit_of_fake_tensors(cause):
+        return f"the step needs the value of a tensor, and a forecast computes shapes alone{where}"
+    if is_out_of_memory(cause):
+        return f"the memory did not suffice{where}"
+    if line:
+        return f"your code raised an exception, which --json names{where}"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by = str(frame.f_globals.get("__name__", "torch"))
+    if isinstance(error, (AmpkitError, ValueError)) and raised_by.partition(".")[0] == "ampkit":
+        return str(error)
+    return f"{raised_by} raised an exception, which --json names"
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
-def load_subject(name: str, find: Callable[[], Callable[[], Any]], lightning: bool) -> Subject:
+def load_subject(name: str, find: Callable[[], Callable[[], Any]], policy: Policy | None, lightning: bool) -> Subject:
     """Return the training loop that a function of the user's returns, after checking its parts.
 
     Args:
         name: the name of the function in messages.
         find: imports and returns the function. Lines of the modules that it imports are noted too.
+        policy: what the step is to run under, in place of the policy that the function returns.
         lightning: whether the function returns a LightningModule.
 
     Raises:
         DoctorError: the function returned something else. `find` and the user's code may raise other errors.
     """
-    if lightning:
-        return _lightning_subject(name, find)
+    subject = _lightning_subject(name, find) if lightning else _subject(name, find)
+    return subject if policy is None else replace(subject, options={**subject.options, "policy": policy})
+
+
+def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
+    """Return the training loop that a function of the user's returns in parts."""
     with Origins() as origins:
         function = find()
         made = function()

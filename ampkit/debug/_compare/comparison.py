@@ -15,7 +15,7 @@ _SEEN_BY_HOOKS = (", forward", ", backward")  # how the names of these tensors e
 _COLUMNS = ("", "where", "direction", "shape", "a", "b", "SQNR dB", "max ulp")
 _WHERE = 1  # the column that is shortened where the terminal is too narrow
 _LEAST_WHERE = 12  # characters that are left of a path then: begin and end of it still tell layers apart
-_WITHOUT_TERMINAL = (120, 50)  # columns and lines, where the output goes to a file
+WITHOUT_TERMINAL = (120, 50)  # columns and lines, where the output goes to a file
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Comparison:
                 shape = "x".join(map(str, row.shapes[0])) or "()"
                 mark, dtypes = ">" if row is first else "", map(dtype_name, row.dtypes)
                 cells.append((mark, row.where, row.direction, shape, *dtypes, *numbers))
-            width = shutil.get_terminal_size(_WITHOUT_TERMINAL).columns
+            width = shutil.get_terminal_size(WITHOUT_TERMINAL).columns
             lines += ["", *grid(cells, texts=6, width=width, shrink=[(_WHERE, _LEAST_WHERE)])]
         if len(rows) < len(self.rows):
             lines.append(f"... {len(self.rows) - len(rows)} more rows; .table(all=True) shows all")
@@ -160,7 +160,7 @@ def distance(a: Tensor, b: Tensor) -> tuple[bool, float, float]:
     if bool((~finite & ~same).any()):  # sync
         return False, -math.inf, math.inf
     a, b = a.where(finite, 0.0), b.where(finite, 0.0)
-    ulp = _ulp(torch.maximum(a.abs(), b.abs()), dtype)
+    ulp = ulp_of(torch.maximum(a.abs(), b.abs()), dtype)
     error, unit = a - b, 1.0
     if bool(error.isinf().any()):  # sync; the difference is too large for float64, half of it is not
         error, unit = a / 2 - b / 2, 0.5
@@ -177,7 +177,7 @@ def _decibels(values: Tensor) -> float:
     return 20 * (math.log10(largest) + math.log10((values / largest).norm().item()))  # sync
 
 
-def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp_of(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the unit in the last place that float64 magnitudes have in a format; `compare` has the definition."""
     if not dtype.is_floating_point:
         return torch.ones_like(magnitude)

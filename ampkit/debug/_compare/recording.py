@@ -40,23 +40,23 @@ def record_run(
     with hooks.handles:
         if model is not None:
             modules: dict[str, nn.Module] = {}  # by paths without wrappers; of a wrapped module, the wrapper
-            wrapped = _wrapped_paths(model)
+            wrapped = wrapped_paths(model)
             for path, module in model.named_modules():
                 if "_orig_mod" not in path.split("."):  # what is inside compiled code calls no hooks
-                    modules.setdefault(_without_wrappers(path, wrapped), module)
+                    modules.setdefault(without_wrappers(path, wrapped), module)
             for path, module in modules.items():
                 hooks.handles.callback(module.register_forward_hook(partial(hooks.on_output, path)).remove)
         result = fn()
     tensors = hooks.tensors
     if model is not None:
-        wrapped = _wrapped_paths(model)
-        grads = ((_without_wrappers(name, wrapped), param.grad) for name, param in model.named_parameters())
+        wrapped = wrapped_paths(model)
+        grads = ((without_wrappers(name, wrapped), param.grad) for name, param in model.named_parameters())
         tensors.update({TensorId("gradient", name): grad for name, grad in grads if grad is not None})
     state = training_state(parts)
-    wrapped = {path for name, module in state.modules.items() for path in _wrapped_paths(module, name)}
+    wrapped = {path for name, module in state.modules.items() for path in wrapped_paths(module, name)}
     wrapped |= {f"optimizer[{i}].{path}" for i in range(len(state.optimizers)) for path in wrapped}
     tensors.update(
-        {TensorId("state", _without_wrappers(path, wrapped)): tensor for path, tensor in state.tensors().items()}
+        {TensorId("state", without_wrappers(path, wrapped)): tensor for path, tensor in state.tensors().items()}
     )
     for path, leaf in tree_flatten_with_path(result)[0]:
         if isinstance(leaf, Tensor):
@@ -98,7 +98,7 @@ class _OutputHooks:
         self.tensors[which] = self._last[2]
 
 
-def _wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:
+def wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:
     """Return the paths of the modules that torch.compile and DistributedDataParallel wrap."""
     wrapped: set[str] = set()
     for path, module in model.named_modules(prefix=prefix):
@@ -107,7 +107,7 @@ def _wrapped_paths(model: nn.Module, prefix: str = "") -> set[str]:
     return wrapped
 
 
-def _without_wrappers(path: str, wrapped: set[str]) -> str:
+def without_wrappers(path: str, wrapped: set[str]) -> str:
     """Return a path without the names under which wrappers hold their modules."""
     parts = path.split(".")
     return ".".join(part for i, part in enumerate(parts, 1) if ".".join(parts[:i]) not in wrapped)

@@ -15,6 +15,7 @@ from ._errors import AmpkitWarning as AmpkitWarning
 from ._errors import CaptureError as CaptureError
 from ._errors import CaptureWarning as CaptureWarning
 from ._errors import InputMismatch as InputMismatch
+from ._errors import NonfiniteError as NonfiniteError
 from ._optimizer.scaler import GradScaler as GradScaler
 from ._optimizer.scaler import ScalerStats as ScalerStats
 from ._precision.custom_function import custom_bwd as custom_bwd
@@ -45,6 +46,7 @@ __all__ = [
     "HostConstant",
     "HostConstants",
     "InputMismatch",
+    "NonfiniteError",
     "OpTable",
     "Policy",
     "Report",

@@ -13,6 +13,10 @@ class InputMismatch(AmpkitError, ValueError):  # noqa: N818 - says more than Inp
     """A batch does not fit the step: wrong device, wrong layout, or a leaf that no graph can take."""
 
 
+class NonfiniteError(AmpkitError, FloatingPointError):
+    """A gradient was inf or nan, and training has stopped before it changed a weight (`nonfinite="stop"`)."""
+
+
 class UsageError(AmpkitError, ValueError):
     """A command of `python -m ampkit` was given what it cannot use. The message says what to write instead."""
 

@@ -30,6 +30,8 @@ _EVERY = 25  # calls per copy, which takes two transfers of 8 bytes
 class DeviceScale(upstream.GradScaler):
     """The part of a `GradScaler` that keeps the scale and its counters on the device. Users see `GradScaler` only."""
 
+    _all_skipped = _ALL_SKIPPED
+
     def __init__(self, given: dict[str, Any], limits: ScaleLimits) -> None:
         super().__init__(**given)
         self._limits = read_limits(limits, self._init_scale) if self._enabled else limits
@@ -89,7 +91,7 @@ class DeviceScale(upstream.GradScaler):
         if self._skip_watch is None or self.steps is None or self.skipped is None or is_capturing():
             return
         if count := self._skip_watch.look(self.steps, self.skipped):
-            warnings.warn(_ALL_SKIPPED.format(count), AmpkitWarning, stacklevel=users_level())
+            warnings.warn(self._all_skipped.format(count), AmpkitWarning, stacklevel=users_level())
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -111,6 +113,21 @@ class DeviceScale(upstream.GradScaler):
                 self._per_optimizer_states.update(before)
 
         return forget
+
+
+def copied_counts(steps: Tensor, skipped: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start a copy of two counters to the host; return where it arrives, and the event behind it. Sync: none.
+
+    The copy is pinned if the counters are on a GPU. Without one it has arrived at once, and there is no event.
+    """
+    with without_dispatch_modes():  # the copy is no part of the step, which such a mode may be recording
+        counts = torch.empty(2, dtype=torch.float64, pin_memory=steps.is_cuda)
+        for place, count in zip(counts, (steps, skipped), strict=True):
+            place.copy_(count, non_blocking=True)
+        arrived = torch.cuda.Event() if steps.is_cuda else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(steps.device))
+    return counts, arrived
 
 
 @dataclass(eq=False)
@@ -139,13 +156,6 @@ class SkipWatch:
             else:
                 in_a_row = int(done - base[0])
         if self._copy is None and self._calls % _EVERY == 1:
-            with without_dispatch_modes():  # the copy is no part of the step, which such a mode may be recording
-                counts = torch.empty(2, dtype=torch.float64, pin_memory=steps.is_cuda)
-                for place, count in zip(counts, (steps, skipped), strict=True):
-                    place.copy_(count, non_blocking=True)
-                arrived = torch.cuda.Event() if steps.is_cuda else None
-                if arrived is not None:
-                    arrived.record(torch.cuda.current_stream(steps.device))
-                self._copy = counts, arrived
+            self._copy = copied_counts(steps, skipped)
         self._told = in_a_row >= _IN_A_ROW
         return in_a_row if self._told else 0

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,21 +81,33 @@ def step_clipped(
 
     Returns what `step` returned, and the norm before clipping (None without `max_norm`). Sync: none beyond the step's.
     """
-    grads = gradients(optimizer)
     seed_late_momentum(optimizer)
+    norm, divisor = clip_unscaled_(optimizer, max_norm, norm_type, over_ranks)
+    with nullcontext() if divisor is None else kernel_scaling(optimizer, divisor, None):
+        return step(), norm
+
+
+def clip_unscaled_(
+    optimizer: Optimizer, max_norm: float | None, norm_type: float, over_ranks: OverRanks
+) -> tuple[Tensor | None, Tensor | None]:
+    """Clip the norm over all gradients to `max_norm`, in memory, unless the optimizer's kernel does so.
+
+    Returns the norm before clipping (None without `max_norm`), and what the kernel of the optimizer is to divide by
+    (None if nothing is left for it). Sync: none.
+    """
+    grads = gradients(optimizer)
     if max_norm is None or not grads:
-        return step(), None
-    if not scales_in_kernel(optimizer) or any(grad.dtype in _DOUBLES for grad in grads):
-        # Also for gradients in float64, since a kernel takes a divisor in float32 only.
-        if over_ranks:
-            norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
-            torch.nn.utils.clip_grads_with_norm_(parameters(optimizer), max_norm, norm)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm, norm_type)
-        return step(), norm
-    norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
-    with kernel_scaling(optimizer, clip_coefficient(norm, max_norm).reciprocal(), None):
-        return step(), norm
+        return None, None
+    if scales_in_kernel(optimizer) and not any(grad.dtype in _DOUBLES for grad in grads):
+        # Not for gradients in float64, since a kernel takes a divisor in float32 only.
+        norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
+        return norm, clip_coefficient(norm, max_norm).reciprocal()
+    if over_ranks:
+        norm = total_norm(grads, grads[0].device, norm_type, over_ranks)
+        torch.nn.utils.clip_grads_with_norm_(parameters(optimizer), max_norm, norm)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm, norm_type)
+    return norm, None
 
 
 def seed_late_momentum(optimizer: Optimizer) -> None:
@@ -241,8 +253,9 @@ def seed_momentum(optimizer: Optimizer) -> bool:
 
     torch allocates the buffers of fused SGD uninitialised and lets the kernel fill them. If the first step is skipped
     the garbage stays: a parameter with zero gradient then moved by 6.3 (torch 2.11). Where dampening is 0, zeros are
-    exact, because the kernel computes `momentum * 0 + gradient`. With dampening the first step is another formula, so
-    no zeros are put there, and the caller must not skip that step on the device.
+    exact, because the kernel computes `momentum * 0 + gradient`. They are -0.0, to which any gradient is added without
+    a change, and 0.0 would turn a gradient of -0.0 into 0.0. With dampening the first step is another formula, so no
+    zeros are put there, and the caller must not skip that step on the device.
     """
     if torch_class(optimizer) is not SGD:
         return True
@@ -253,7 +266,7 @@ def seed_momentum(optimizer: Optimizer) -> bool:
         bare = [p for p in group["params"] if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None]
         if group["dampening"] == 0:
             for param in bare:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).neg_()
         elif bare:
             exact = False
     return exact

@@ -23,6 +23,7 @@ IN_PLACE = "Keep its state in tensors on the device, and change them in place (c
 class ScaledStep:
     """The optimizer steps of one scaler, each of them skipped where a gradient is not finite."""
 
+    name: str = "GradScaler.step"  # what messages call it
     undecided: bool = False  # whether the last step waited for the device only to learn what the optimizer changes
     _warned: bool = False
     # What steps change whose code is not torch.optim's.
@@ -88,7 +89,7 @@ class ScaledStep:
             return step_or_undo(step, found_inf, changed)
         if is_capturing():
             reason = reason or "has not been watched enough to know what it changes"
-            raise CaptureError(f"GradScaler.step: {type(optimizer).__name__} {reason}. {IN_PLACE}.")
+            raise CaptureError(f"{self.name}: {type(optimizer).__name__} {reason}. {IN_PLACE}.")
         if reason and any(grad.is_cuda for grad in grads):
             self._warn_of_read(optimizer, reason)
         stepped: float | None = None
@@ -108,7 +109,7 @@ class ScaledStep:
         elif torch_class(optimizer) in (None, Muon):
             remedy = IN_PLACE
         message = (
-            f"GradScaler.step({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
+            f"{self.name}({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."
             f" {remedy}."
         )
         warnings.warn(message, AmpkitWarning, stacklevel=users_level())

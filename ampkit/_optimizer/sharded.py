@@ -49,6 +49,16 @@ class OverRanks:
 ONE_RANK = OverRanks()
 
 
+def shard_group(optimizer: Optimizer) -> Any:
+    """Return the process group that all parameters are split over, if a step does the same to each element; or None."""
+    params, kind = parameters(optimizer), sharded_class()
+    groups: dict[int, Any] = {}
+    if params and isinstance(params[0], kind) and torch_class(optimizer) in _ELEMENTWISE:
+        of_each = [mesh_group(param) if isinstance(param, kind) else None for param in params]
+        groups = {id(group): group for group in of_each}
+    return next(iter(groups.values())) if len(groups) == 1 else None
+
+
 @contextmanager
 def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
     """Context for a step, in which the optimizer has this rank's shards as plain tensors: parameters, gradients, state.
@@ -57,12 +67,7 @@ def on_shards(optimizer: Optimizer) -> Iterator[OverRanks]:
     dispatch. State that the step makes is a DTensor afterwards, as torch's own steps make it. Does nothing unless all
     parameters are split over one process group, and the step does the same to each element.
     """
-    params, kind = parameters(optimizer), sharded_class()
-    groups: dict[int, Any] = {}
-    if params and isinstance(params[0], kind) and torch_class(optimizer) in _ELEMENTWISE:
-        of_each = [mesh_group(param) if isinstance(param, kind) else None for param in params]
-        groups = {id(group): group for group in of_each}
-    group = next(iter(groups.values())) if len(groups) == 1 else None
+    group = shard_group(optimizer)
     if group is None:
         yield ONE_RANK
         return

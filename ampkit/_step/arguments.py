@@ -12,12 +12,16 @@ from torch import nn
 
 from .._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
 from .._batches.buckets import Buckets
-from .._capture.preflight.sparse_gradients import refuse_sparse
+from .._capture.preflight.sparse_gradients import refuse_sparse, why_not_dense
+from .._capture.ranks.ranks import Ranks
 from .._errors import AmpkitWarning
+from .._optimizer.nonfinite import SKIP, STOP, NonfiniteGuard
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, skips_by_itself, why_not_called
+from .._optimizer.sharded import shard_group
+from .._optimizer.step_kind import broken_kernel, parameters, skips_by_itself, why_not_called
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
+from .._torch.tensors.tensors import sharded_class
 from .._user_line import running_place, users_level
 from .observer import Observer
 
@@ -49,6 +53,51 @@ def read_scaler(scaler: GradScaler | None, policy: Policy | None, device: torch.
             "ampkit.GradScaler, which takes the same arguments and loads the same state_dict."
         )
     return scaler
+
+
+def read_guard(
+    nonfinite: str | None,
+    scaler: GradScaler,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    after_step: object,
+    ranks: Ranks,
+) -> GradScaler:
+    """Return what looks for gradients that are not finite: a guard if there is to be one, else the scaler.
+
+    Raise a `ValueError` if there is a loss scale, and a `NotImplementedError` if a guard cannot see the gradients.
+    """
+    if nonfinite is None:
+        return scaler
+    check_choice("graphed_step", "nonfinite", nonfinite, (SKIP, STOP))
+    where = f"graphed_step(nonfinite={nonfinite!r})"
+    if scaler.is_enabled() and nonfinite == SKIP:
+        raise ValueError(f"{where}: the loss scale skips such steps already. Leave out nonfinite=.")
+    if scaler.is_enabled():
+        raise ValueError(
+            f"{where}: with a loss scale, gradients that overflow are a part of training: the step is skipped, and the "
+            "scale falls. Leave out nonfinite=, or compute in bfloat16 without a scaler, policy='bfloat16'."
+        )
+    if problem := why_not_dense([model]):
+        raise NotImplementedError(f"{where}: it does not look into sparse gradients. {problem}")
+    for each in optimizers:
+        if skips_by_itself(each):
+            raise NotImplementedError(
+                f"{where}: {type(each).__name__} looks for values that are not finite by itself, if it is given a "
+                "scaler. Use AdamW, Adam or SGD with fused=True."
+            )
+        if any(isinstance(param, sharded_class()) for param in parameters(each)) and shard_group(each) is None:
+            raise NotImplementedError(
+                f"{where}: parameters are split over ranks, which would not skip together: {type(each).__name__} does "
+                "not step each element by itself, or they are not split by fully_shard alone. Use AdamW, Adam or SGD."
+            )
+    if ranks.sharded and after_step is not None:
+        raise NotImplementedError(
+            f"{where}: what after_step changes is not put back under fully_shard. Call it behind the step, or leave "
+            "out nonfinite=."
+        )
+    return NonfiniteGuard(device.type, stops=nonfinite == STOP)
 
 
 def device_of(model: nn.Module, policy: Policy | None) -> torch.device:

@@ -36,6 +36,7 @@ from .arguments import (
     hint_at_one_step,
     is_torchs,
     read_buckets,
+    read_guard,
     read_optimizers,
     read_scaler,
     read_schedulers,
@@ -85,6 +86,7 @@ def graphed_step(
     cuts: bool = True,
     arithmetic: str = "ampkit",
     compile: str | None = None,
+    nonfinite: str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -189,6 +191,13 @@ def graphed_step(
             have other last bits. None: compile nothing. The first call of a layout is never compiled. What cannot be
             compiled is not, with one warning and a line in the report; with `on_failure="raise"` it is a
             `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
+        nonfinite: what happens in a step without a loss scale whose gradients hold inf or nan, in front of or behind
+            `before_step`, or whose norm is not finite with `max_norm`. "skip": it changes no bit of weights, optimizer
+            and what `after_step` writes. "stop": neither do all steps behind it, and `NonfiniteError` is raised by one
+            of the next 16 calls (of `scan`, within three launches), and by `flush`, `close` and `state_dict`.
+            `load_state_dict` ends that. `out.skipped` tells it in the step itself. A loss of nan with finite gradients
+            is no reason. Buffers that forward changes, such as those of BatchNorm, are not put back. None: nothing is
+            looked at. docs/scaling.md has the costs.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -225,7 +234,7 @@ def graphed_step(
     if options.graph != "off" and scaler is None:
         hint_at_one_step(model, optimizers[0], loss_fn)
     ranks = Ranks(model, device, captured=options.graph != "off")
-    scaler = read_scaler(scaler, policy, device)
+    scaler = read_guard(nonfinite, read_scaler(scaler, policy, device), model, optimizers, device, after_step, ranks)
     _refuse_together(optimizers, arithmetic, sharded=ranks.sharded, changes=before_step is not None, scaler=scaler)
     for each in optimizers:
         sum_in_order_of(model, each)
@@ -281,7 +290,7 @@ class GraphedStep(GraphOwner):
         schedulers: Sequence[Scheduler],
         padding: Padding | None,
     ) -> None:
-        self._scaler = step.scaler
+        self._scaler, self._stops = step.scaler, step.guard is not None and step.guard.stops
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
@@ -318,6 +327,7 @@ class GraphedStep(GraphOwner):
                 called; nothing was done.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
                 difference, and the step was done eagerly.
+            NonfiniteError: with `nonfinite="stop"`, a gradient of an earlier step was not finite. Nothing was done.
 
         An exception out of `loss_fn` ends the window. The gradients accumulated so far are dropped, because they may
         have a part of this micro-batch.
@@ -432,14 +442,19 @@ class GraphedStep(GraphOwner):
 
         Raises:
             ValueError: `divide` is neither.
+            NonfiniteError: with `nonfinite="stop"`, a gradient of this or an earlier step was not finite. Then this
+                waits for the device.
         """
         check_choice("flush", "divide", divide, ("accumulate", "actual"))
         self._turn.call(partial(self._window.flush, actual=divide == "actual"), SHORT)
+        if self._stops:
+            self._turn.call(self._window.look_now, again=True)
 
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         padding = () if self._padding is None else self._padding.report()
-        return replace(self._engine.report(self.skipped), padding=padding, **self._compiled())
+        stopped = self._window.stopped()
+        return replace(self._engine.report(self.skipped), padding=padding, stopped=stopped, **self._compiled())
 
     def choose_buckets(self, batches: Iterable[Any]) -> None:
         """With `buckets="auto"`, choose the sizes now, from batches such as those of a loader, in place of watching.
@@ -464,12 +479,22 @@ class GraphedStep(GraphOwner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of the step outlives it, in dicts, lists and numbers, beside model, optimizer, scaler and
-        scheduler, which have a `state_dict` of their own: with `buckets="auto"` the sizes of batches. Sync: none.
+        scheduler, which have a `state_dict` of their own: with `buckets="auto"` the sizes of batches.
+
+        Raises:
+            NonfiniteError: with `nonfinite="stop"`, training has stopped, and no error has said so.
+
+        Sync: none, except with `nonfinite="stop"`.
         """
+        if self._stops:
+            self._turn.call(self._window.look_now, again=False)
         return {} if self._padding is None else {"buckets": self._padding.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on to pad as the step did that `state_dict` is of. With several ranks, all must load it.
+
+        With `nonfinite="stop"` steps change the weights again. An open window of micro-batches is dropped, and skipped
+        steps are counted anew.
 
         Raises:
             ValueError: it is of a step whose batches were padded in another way.
@@ -479,6 +504,25 @@ class GraphedStep(GraphOwner):
             self._padding.load_state_dict(state)
         elif state:
             raise ValueError("load_state_dict: the state is of a step with buckets='auto', and this one pads nothing.")
+        if self._stops:
+            self._turn.call(self._window.go_on)
+
+    def close(self) -> None:
+        """Release the graphs and their memory. A later call warms up and captures again. Waits for the device.
+
+        It also waits for a call of another thread to end. A window of micro-batches goes on where it was. The graphs
+        are released as well when the object is garbage-collected.
+
+        Raises:
+            NonfiniteError: with `nonfinite="stop"`, training has stopped, and no error has said so. The graphs are
+                released.
+        """
+        super().close()
+        self._window.look_now(again=False)
+
+    def __exit__(self, *raised: object) -> None:
+        # An error that leaves the context is not replaced by another one.
+        super().close() if any(raised) else self.close()
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
@@ -489,7 +533,7 @@ class GraphedStep(GraphOwner):
 
         - `loss_scale`: float32, shape (), on the device. Without a loss scale it is left out.
         - `skipped_steps`: how many optimizer steps were skipped so far, int64, shape (), on the device. It is left out
-          without a loss scale.
+          without a loss scale and `nonfinite=`.
         - `grad_norm`: norm of the unscaled gradients of the last optimizer step before clipping, shape (), on the
           device. It is left out if no norm was computed: without a loss scale and `max_norm`.
         - `replay_share`: the share of the calls so far that were replayed, a float from 0 to 1.
@@ -506,7 +550,7 @@ class GraphedStep(GraphOwner):
 
     @property
     def scaler(self) -> GradScaler:
-        """The gradient scaler; a disabled one where the policy needs none."""
+        """The gradient scaler; where the policy needs none, a disabled one, or with `nonfinite=` one that skips."""
         return self._scaler
 
     @property
@@ -574,8 +618,8 @@ def _refuse_together(
         refuse_several("arithmetic='torch'", optimizers, "this arithmetic")
     if changes and sharded and scaler.is_enabled():
         raise NotImplementedError(
-            "graphed_step(before_step): with a loss scale, and parameters that fully_shard has split, each rank would "
-            "look for overflows by itself. Use bfloat16, or max_norm=."
+            "graphed_step(before_step): with a loss scale or nonfinite=, and parameters that fully_shard has split, "
+            "each rank would look for overflows by itself. Use bfloat16 without nonfinite=, or max_norm=."
         )
 
 

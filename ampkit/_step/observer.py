@@ -37,3 +37,9 @@ class Observer(Protocol):
         Args:
             skipped: how many steps were skipped so far, a tensor on the device; None if there is no loss scale.
         """
+
+    def first_nonfinite(self, since: int) -> str:
+        """Return in words where a value was first not finite and reached a gradient; "" if that is not known.
+
+        Steps before `since` do not count; the first one is 0. Waits for the device.
+        """

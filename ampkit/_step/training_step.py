@@ -16,6 +16,7 @@ from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
 from .._errors import InputMismatch
 from .._optimizer.device_step import Prepared, can_be_prepared
+from .._optimizer.nonfinite import NonfiniteGuard
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.rollback import WrittenBackup
 from .._optimizer.scaler import GradScaler
@@ -41,7 +42,8 @@ class StepOutput(NamedTuple):
             output dtype.
         grad_norm: 2-norm of the unscaled gradients before clipping, float32, shape (). None if there is neither a loss
             scale nor `max_norm`, and None for a micro-batch that does not end its window.
-        skipped: True if a gradient was not finite and the step changed nothing but the loss scale; bool, shape ().
+        skipped: True if a gradient was not finite and the step changed nothing but the loss scale, or with
+            `nonfinite="stop"` if one was in this or an earlier step; bool, shape ().
         stepped: whether the call stepped the optimizer, or skipped that: a bool of Python's, False for a micro-batch
             that does not end its window. `scan` returns one per call.
     """
@@ -106,7 +108,7 @@ class TrainingStep:
     addresses that never change, because a gradient that autograd makes in a capture lies in the graph's pool.
 
     Args beside those of `graphed_step`:
-        scaler: the loss scale; a disabled one if there is none.
+        scaler: the loss scale; a disabled one if there is none, or a guard against gradients that are not finite.
         optimizers: all of them step together, behind one norm and one look for overflows.
         ranks: the processes that average gradients, once per window.
         capturable: of each optimizer whether it can be captured. Then it reads its learning rates from tensors.
@@ -121,6 +123,7 @@ class TrainingStep:
     Attributes:
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
+        guard: the scaler, if it is such a guard.
         followed: whether Python, when it last stepped the optimizer, has called `after_step` behind it.
     """
 
@@ -155,6 +158,7 @@ class TrainingStep:
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
         self.scaler = scaler
+        self.guard: NonfiniteGuard | None = scaler if isinstance(scaler, NonfiniteGuard) else None
         ranks.reducers.refuse_accumulation("graphed_step", accumulate)
         self.ranks: Ranks = ranks
         self.device: torch.device = device
@@ -385,7 +389,7 @@ class TrainingStep:
 
     def _measure_gradients(self, observed: bool) -> None:
         if observed and self.observer is not None:
-            self.observer.gradients(self.scaler.tensors()["scale"] if self.scaler.is_enabled() else None)
+            self.observer.gradients(self.scaler.tensors().get("scale") if self.scaler.is_enabled() else None)
 
     def _finish(self, phase: Phase, prepared: Prepared | None = None) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
@@ -393,17 +397,27 @@ class TrainingStep:
             self._measure_gradients(phase.observed)
         self._step_optimizer(prepared)
         self.followed = phase.follows and not self.place.follows_behind
-        if self._after_step is not None and self.followed:
-            with torch.no_grad():
-                self._after_step(self._model)
         found_inf = self.scaler.found_inf
-        return self.scaler.grad_norm, self._not_skipped if found_inf is None else found_inf > 0
+        skipped = self._not_skipped if found_inf is None else found_inf > 0
+        if self.followed:
+            self._call_after_step(skipped)
+        return self.scaler.grad_norm, skipped
 
-    def follow(self) -> None:
+    def follow(self, skipped: Tensor) -> None:
         """Call `after_step`, which is no part of the graphs, behind an optimizer step, unless that has done so."""
-        if self._after_step is not None and not self.followed:
-            with torch.no_grad():
+        if not self.followed:
+            self._call_after_step(skipped)
+
+    def _call_after_step(self, skipped: Tensor) -> None:
+        """Call `after_step`, if there is one. A guard puts back what it has changed in a skipped step."""
+        if self._after_step is None:
+            return
+        backup = None if self.guard is None else WrittenBackup(())
+        with torch.no_grad():
+            with nullcontext() if backup is None else backup:
                 self._after_step(self._model)
+            if backup is not None:
+                backup.put_back(skipped)
 
     def _step_optimizer(self, prepared: Prepared | None = None) -> None:
         """Unscale, clip, step or skip, and move the loss scale. The scaler has norm and `found_inf` afterwards."""
@@ -453,6 +467,8 @@ class TrainingStep:
                 # Autograd gives a gradient the layout of its parameter, which kernels count on.
                 if param.grad is not None and param.grad.stride() != param.stride():
                     param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
+        if self.guard is not None:
+            overflow = self.guard.unscale_all(self._optimizers)  # what `before_step` has left
         if backup is not None and overflow is not None:
             with torch.no_grad():
                 backup.put_back(overflow)

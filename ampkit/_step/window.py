@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._capture.engine.fallback import StepDoneError
 from .._capture.keys.key import Part
-from .._errors import CaptureError, InputMismatch
+from .._errors import CaptureError, InputMismatch, NonfiniteError
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
 
@@ -51,6 +51,7 @@ class Window:
     accumulated: tuple[int, ...] = ()
     _steps: int = 0  # of the optimizer, so far
     _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
+    _said: bool = False  # whether an error has said that training has stopped
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
     def run(
@@ -68,6 +69,7 @@ class Window:
         An exception or an interrupt ends the window, because the accumulated gradients may have a part of this
         micro-batch. Only an exception that says that nothing was done leaves the window as it was.
         """
+        self.refuse_stopped()
         if place is not None and place.first:
             self._begin()
         last = self.count + 1 == self._size if place is None else place.last
@@ -91,7 +93,7 @@ class Window:
             norm, skipped = self._step.finish(self._phase._replace(accumulated=accumulated), prepared)
             out = out._replace(grad_norm=norm, skipped=skipped)
         if last:
-            self._stepped(out.grad_norm, self._phase)
+            self._stepped(out.grad_norm, out.skipped, self._phase)
         else:
             self.count, self.accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
         if failure is not None:
@@ -130,8 +132,49 @@ class Window:
         finish = partial(self._step.finish, phase, averaged=False, factor=factor)
         norm, skipped = self._run(reason, finish)
         torch.clear_autocast_cache()
-        self._stepped(norm, phase)
+        self._stepped(norm, skipped, phase)
         return norm, skipped
+
+    def refuse_stopped(self, calls: int = 1) -> None:
+        """Raise a `NonfiniteError` in front of calls, if it is known that training has stopped."""
+        guard = self._step.guard
+        if guard is not None and (number := guard.bad_step(calls)) is not None:
+            self._raise_stopped(number)
+
+    def look_now(self, *, again: bool) -> None:
+        """Raise it if training has stopped by now, and if no error has said so, or `again`. Waits for the device."""
+        guard = self._step.guard
+        if guard is not None and (number := guard.bad_step_now()) is not None and (again or not self._said):
+            self._raise_stopped(number)
+
+    def stopped(self) -> str | None:
+        """Return in words since when no step has changed a weight; None if they do. Waits for the device."""
+        number = None if self._step.guard is None else self._step.guard.bad_step_now()
+        return None if number is None else f"a gradient was inf or nan in {self._named(number)}"
+
+    def go_on(self) -> None:
+        """Begin anew after a stop."""
+        assert self._step.guard is not None  # what has stopped
+        self.drop()
+        self._step.guard.go_on()
+        self._said = False
+
+    def _named(self, number: int) -> str:
+        return f"call {number}" if self._size == 1 else f"optimizer step {number} (accumulate={self._size})"
+
+    def _raise_stopped(self, number: int) -> NoReturn:
+        self._said = True
+        observer = self._step.observer
+        found = "" if observer is None else observer.first_nonfinite(number - 1)
+        if found:
+            where = f"numerics, which counts from 0, has found the {found}."
+        else:
+            where = "numerics=ampkit.debug.numerics(model, every=1) names the first layer."
+        raise NonfiniteError(
+            f"graphed_step(nonfinite='stop'): a gradient was inf or nan in {self._named(number)}, counted from 1. "
+            f"Weights, optimizer and averages are those before it. {where} To go on, load a checkpoint and call "
+            "step.load_state_dict(state), or step.load_state_dict({}) to go on from here."
+        )
 
     def _follows(self) -> bool:
         """Return whether `after_step` is called behind the optimizer step to come."""
@@ -140,10 +183,10 @@ class Window:
     def _begin(self) -> None:
         self.count, self.accumulated, self._observed = 0, (), None
 
-    def _stepped(self, grad_norm: Tensor | None, phase: Phase) -> None:
+    def _stepped(self, grad_norm: Tensor | None, skipped: Tensor, phase: Phase) -> None:
         self._steps += 1
         if phase.follows and self._step.place.follows_behind:
-            self._step.follow()
+            self._step.follow(skipped)
         self._told(grad_norm)
         if self.after is not None:
             self.after()

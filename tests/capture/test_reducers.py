@@ -51,12 +51,13 @@ def check(name: str, rows: Rows, device: str = "cpu") -> None:
         assert row["differ"] == [] or case.event == "differs"  # each comparison counts as two calls there
         assert row["differ from torch"] == []
         assert row["weights"] == rows[0]["weights"]
-        assert row["skipped"] == len(case.overflows)
+        stops = case.nonfinite == "stop"
+        assert row["skipped"] == (0 if stops else len(case.overflows))  # counted anew since it has stopped
         if case.refused or ddp_cases.is_stale(case, device):
             assert row["replays"] == (case.event == "differs")
             assert (case.refused or "torch.cuda.stream(torch.cuda.Stream())") in row["messages"][0]
         else:
-            assert row["replays"] == ddp_cases.calls(case) - warmup * case.accumulate * kinds - odd
+            assert row["replays"] == ddp_cases.calls(case) - warmup * case.accumulate * kinds - odd - stops
             assert row["messages"] == row["torch warns"] == []
             assert bool(row["working"]) == (case.policy is not None and case.ddp != ddp_cases.FIND)
     if case.event == "differs":

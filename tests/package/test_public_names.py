@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "HostConstant",
     "HostConstants",
     "InputMismatch",
+    "NonfiniteError",
     "OpTable",
     "Policy",
     "Report",

@@ -57,6 +57,7 @@ def check(case: str, rows: Rows, device: str = "cpu") -> None:
     if kind.event == "windows":  # three to warm up, one to capture the calls; the rest is one launch each
         expected = kind.accumulate
         assert [row["launches"] for row in rows] == [calls - 4] * 2
+    expected -= kind.nonfinite == "stop"  # the call that raises
     if kind.event == "scan":
         expected = 2 * calls - 3
     if kind.event.startswith("resume"):
@@ -83,7 +84,9 @@ def check(case: str, rows: Rows, device: str = "cpu") -> None:
         sizes = {name: param.numel() for name, param in fsdp_train.MODELS[kind.model]().named_parameters()}
         assert {name: count for name, count, *_ in rows[0]["gradients"]} == sizes
         assert all(row["gradients"] == rows[0]["gradients"] for row in rows)
-    assert [row["skipped"] for row in rows] == [len(kind.overflows)] * len(rows)
+    counted = 0 if kind.nonfinite == "stop" else len(kind.overflows)  # anew, since it has stopped
+    assert [row["skipped"] for row in rows] == [counted] * len(rows)
+    assert all(row["finite"] for row in rows)
 
 
 def check_found(kind: fsdp_train.Case, rows: Rows) -> None:
@@ -305,6 +308,11 @@ def test_what_does_not_go_with_sharded_models_is_refused(process_group: None) ->
     optimizer = torch.optim.AdamW(sharded.parameters(), fused=True)
     with pytest.raises(ValueError, match=r"cannot be copied.*shard=wrap, ranks=8.*Or record a step"):
         ampkit.debug.forecast(loss_fn, sharded, optimizer, torch.ones(2, 8), device="cpu")
+    for options, words in (({"after_step": print}, "after_step"), ({"before_step": print}, "or nonfinite=")):
+        assert words in refusal(sharded, nonfinite="skip", **options)
+    muon = torch.optim.Muon([param for param in sharded.parameters() if param.dim() == 2])
+    with pytest.raises(NotImplementedError, match="Muon does not step each element by itself"):
+        ampkit.graphed_step(loss_fn, sharded, muon, nonfinite="stop", graph="emulate")
     with pytest.raises(ValueError, match="it was made before fully_shard"):
         ampkit.graphed_step(loss_fn, sharded, optimizer, numerics=early, graph="emulate")
 

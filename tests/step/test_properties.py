@@ -410,6 +410,7 @@ RESULTS = {
     "HostConstant",
     "HostConstants",
     "InputMismatch",
+    "NonfiniteError",
     "OpTable",
     "Report",
     "ScalerStats",

@@ -53,6 +53,7 @@ def made(size: int = 3) -> tuple[Window, Calls, Observer, list[str]]:
     calls, observer, steps = Calls(), Observer(), list[str]()
     step: Any = SimpleNamespace(
         scaler=ampkit.GradScaler("cpu", enabled=False),
+        guard=None,
         observer=observer,
         finish=lambda phase, prepared=None, **_: (torch.ones(()), (phase.accumulated, phase.observed, prepared)),
         after_every=1,

@@ -54,6 +54,7 @@ class Case(NamedTuple):
         verify: of the step.
         numerics: whether `ampkit.debug.numerics` measures in every second step.
         compile: of the step.
+        nonfinite: of the step. One that has stopped goes on from there.
     """
 
     model: str = "mlp"
@@ -71,6 +72,7 @@ class Case(NamedTuple):
     verify: int | str = 0
     numerics: bool = False
     compile: str | None = None
+    nonfinite: str | None = None
 
 
 FIND = {"find_unused_parameters": True}
@@ -104,6 +106,9 @@ CASES = {
     "float16 as torch": Case("batch norm", policy="float16", max_norm=float("inf"), overflows=(1, 7), torch=True),
     "float16, accumulate": Case(policy="float16", max_norm=0.5, accumulate=3, overflows=(1, 22)),
     "bfloat16": Case("batch norm", policy="bfloat16", max_norm=0.5),
+    "skips": Case("batch norm", policy="bfloat16", max_norm=0.5, overflows=(1, 7), nonfinite="skip"),
+    "skips, accumulate": Case(optimizer="SGD", accumulate=3, overflows=(1, 22), nonfinite="skip"),
+    "stops": Case("batch norm", policy="bfloat16", accumulate=2, overflows=(3,), nonfinite="stop"),
     "sgd": Case(optimizer="SGD", torch=True),
     "sync batch norm": Case("sync batch norm", policy="bfloat16", max_norm=0.5, torch=False, gpu=True),
     "frozen": Case("frozen", torch=True),
@@ -135,7 +140,16 @@ CASES = {
 ON_GPUS = (
     *("plain", "static, unused, bfloat16", "find unused", "bucket view", "small buckets", "bf16 hook", "wrapped hook"),
     *("built-in hook", "own hook", "accumulate, bucket view", "float16", "float16 as torch", "float16, accumulate"),
-    *("sync batch norm", "side stream", "trained before, static", "loss kept", "evaluation", "verify"),
+    *(
+        "skips",
+        "stops",
+        "sync batch norm",
+        "side stream",
+        "trained before, static",
+        "loss kept",
+        "evaluation",
+        "verify",
+    ),
     *("verify, differs", "numerics", "second step", "compiled, bfloat16", "compiled, accumulate", "compiled, float16"),
     *("compiled, other size", "compiled, unused", "compiled, fails", "compiled, max"),
     *("verify, sparse", "find unused, all used", "find unused, bfloat16", "find unused, other layout"),
@@ -320,6 +334,7 @@ class Job:
             numerics=self.watch,
             graph=self.graph,
             compile=self.case.compile,
+            nonfinite=self.case.nonfinite,
             on_failure="raise" if self.captures and self.case.event != "fails" else "parts",
             host_writes="ignore",
         )
@@ -356,7 +371,13 @@ class Job:
         if self.graph == "torch":
             self.outputs.append(self._with_torch(*batch))
         else:
-            out = self.steps[call % len(self.steps)](*batch)
+            step = self.steps[call % len(self.steps)]
+            try:
+                out = step(*batch)
+            except ampkit.NonfiniteError:  # in the same call on all ranks, else they would wait for each other
+                self.outputs.append([torch.tensor(call)])
+                step.load_state_dict({})
+                return
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
 
     def _with_torch(self, x: Tensor, boost: Tensor) -> list[Tensor]:

@@ -59,6 +59,7 @@ class Case(NamedTuple):
         verify: of the step.
         numerics: whether `ampkit.debug.numerics` measures in every second step.
         memory: whether `ampkit.debug.memory` records a step of the reference.
+        nonfinite: of the step. One that has stopped goes on from there.
     """
 
     model: str = "mlp"
@@ -78,6 +79,7 @@ class Case(NamedTuple):
     verify: int | str = 0
     numerics: bool = False
     memory: bool = False
+    nonfinite: str | None = None
 
 
 LOW = torch.bfloat16
@@ -124,6 +126,10 @@ CASES = {
     "verify, differs": Case("transformer", dtype=LOW, verify=4, event="differs"),
     "verify, average": Case("transformer", dtype=LOW, average=True, verify=2, event="average"),
     "verify, undeclared": Case(verify=2, event="undeclared"),
+    "skips": Case("transformer", dtype=LOW, max_norm=0.5, overflows=(1, 6), nonfinite="skip"),
+    "skips, accumulate": Case(accumulate=2, overflows=(0, 7), nonfinite="skip"),
+    "skips behind": Case(optimizer="SGD", options={"momentum": 0.9}, overflows=(1, 6), behind=True, nonfinite="skip"),
+    "stops": Case(accumulate=3, max_norm=0.5, overflows=(2,), nonfinite="stop"),
     "numerics": Case(policy="float16", max_norm=0.5, overflows=(1, 8), numerics=True),
     "numerics, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, numerics=True),
     "graphed": Case("transformer", dtype=LOW, max_norm=float("inf"), torch=True, event="graphed"),
@@ -145,7 +151,17 @@ FOUR_RANKS = {
 }
 # On GPUs: what NCCL, streams and fused kernels may change. The rest is the same code, which gloo shows on a CPU.
 ON_GPUS = (
-    *("float32", "bfloat16", "bfloat16, resharded", "policy", "float16", "float16 weights", "accumulate float16"),
+    *(
+        "skips",
+        "stops",
+        "float32",
+        "bfloat16",
+        "bfloat16, resharded",
+        "policy",
+        "float16",
+        "float16 weights",
+        "accumulate float16",
+    ),
     *("behind", "tied", "compiled blocks", "evaluation", "resume float16", "exception", "scan", "windows float16"),
     *(
         "other size",
@@ -319,6 +335,7 @@ class Job:
             after_step=self.after_step if case.average else None,
             verify=case.verify,
             numerics=self.watch,
+            nonfinite=case.nonfinite,
             graph=graph,
             on_failure="parts" if graph == "off" or case.behind or case.event in GIVES_UP else "raise",
             host_writes="ignore",  # loss_fn counts its calls
@@ -400,7 +417,12 @@ class Job:
                 self.outputs.append(self.step(*batch))
                 return
             else:
-                out = self.step(*batch)
+                try:
+                    out = self.step(*batch)
+                except ampkit.NonfiniteError:  # in the same call on all ranks, else they would wait for each other
+                    self.outputs.append([torch.tensor(call)])
+                    self.step.load_state_dict({})
+                    return
             self.outputs.append([out.loss, out.skipped, *([] if out.grad_norm is None else [out.grad_norm])])
 
     def evaluate(self, call: int) -> None:
@@ -575,6 +597,7 @@ def compare(case: Case, device: torch.device, graph: str) -> dict[str, Any]:
     row = {
         "differ": differences(reference, job),
         "differ from torch": differences(alone, job) if case.torch else [],
+        "finite": all(bool(tensor.isfinite().all()) for tensor in job.state().values()),
         "gradients": gradients(job),
         "memory": memory(reference) if case.memory else {},
         "norms": [out[2].tolist() for out in job.outputs if len(out) == 3],

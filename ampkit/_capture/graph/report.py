@@ -38,7 +38,7 @@ class Report:
         bytes: device memory that only graphs use: their pools and static inputs. Inputs of modules are left out.
         input_bytes: those of the static inputs alone, into which each call copies its batch.
         per_graph: the graphs that are alive, the least recently used first.
-        skipped: optimizer steps that the loss scale skipped.
+        skipped: optimizer steps that the loss scale, or `nonfinite=`, skipped.
         failure: why something was not captured, or why no graph was replayed in the last calls; None if neither is so.
         eager_ms: time of an eager step: the median over warm-up calls, without the first and the last one of each
             input, which are slower, and without the preflight, which is the second one from the third input on. None if
@@ -71,6 +71,7 @@ class Report:
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
         constants: the values of the host that graphs hold, see `GraphedStep.constants`.
         padding: in words, to which sizes batches are padded, and what it costs; empty without `buckets="auto"`.
+        stopped: in words, why and since when no step changes a weight (`nonfinite="stop"`); None if they do.
     """
 
     graphs: int
@@ -101,6 +102,7 @@ class Report:
     emulated: bool = False
     constants: tuple[Any, ...] = ()
     padding: tuple[str, ...] = ()
+    stopped: str | None = None
 
     @property
     def outcome(self) -> str:
@@ -148,7 +150,8 @@ class Report:
         compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
         padding = [f"  {line}" for line in self.padding]
-        return "\n".join([head, *times, *graphs, *padding, *reasons, *compiled, *failure])
+        stopped = [f"  stopped: {self.stopped}"] if self.stopped else []
+        return "\n".join([head, *stopped, *times, *graphs, *padding, *reasons, *compiled, *failure])
 
     def _times(self) -> str:
         """Return what a replay takes and has saved."""

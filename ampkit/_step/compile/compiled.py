@@ -271,8 +271,8 @@ class CompiledTrainingStep(TrainingStep):
         loss, aux = self._forward(args, kwargs)
         # Backward from `loss * scale / accumulate` would begin with the same gradient. That takes three kernels more:
         # the product, its backward, and a tensor of ones.
-        if self.scaler.is_enabled():
-            scale = self.scaler.tensors()["scale"].to(loss.dtype)
+        if (scale := self.scaler.tensors().get("scale")) is not None:
+            scale = scale.to(loss.dtype)
             seed = scale / self._accumulate if self._accumulate > 1 else scale
         else:
             if loss.dtype not in self._seeds:
@@ -287,6 +287,8 @@ class CompiledTrainingStep(TrainingStep):
         if self.ranks.wrappers:
             # A rank alone may meet a new batch size, whose first call compiles nothing, while others run compiled code.
             return "ranks must update their weights with the same bits in each call, and they do not compile together"
+        if self.guard is not None:
+            return "nonfinite= looks at the gradients in front of it"
         if len(self._optimizers) > 1:
             return "there are several optimizers, which step as they are, in the graph"
         if not self.capturable:

@@ -25,6 +25,8 @@ from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 Rates = Sequence[Any]  # by param group
 
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
+# What a launch counts for until the host reads whether training has stopped: as 16, it would wait for the one before.
+_CALLS_OF_A_LAUNCH = 4
 
 
 class Scan:
@@ -100,6 +102,7 @@ class Scan:
             return None
         rows = slice(start, start + windows * self._size)
         leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
+        self._window.refuse_stopped(_CALLS_OF_A_LAUNCH)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
         rates, entries = self._rates_ahead(windows, table)
         if len(rates) < windows:

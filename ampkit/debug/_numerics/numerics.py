@@ -95,6 +95,7 @@ class Numerics:
         self._last: ObservedStep | None = None
         self._harmless: set[int] = set()  # rows that were not finite in a step whose gradients were finite
         self._first_overflowed: ObservedStep | None = None
+        self._last_overflowed: ObservedStep | None = None
         self._first_underflow: NumericsFinding | None = None
         self._largest_gradient: float | None = None  # unscaled
 
@@ -166,6 +167,13 @@ class Numerics:
         if skipped is not None and not self._skip_count_copies.pending and not several_processes():
             self._skip_count_copies.start(self._step, skipped)
         self._step += 1
+
+    def first_nonfinite(self, since: int) -> str:
+        """See `Observer`."""
+        self._take_copies(wait=True)
+        kept = (self._first_overflowed, self._last_overflowed)
+        step = next((step for step in kept if step is not None and step.step >= since), None)
+        return "" if step is None else str(step.first_overflow(self._harmless))
 
     def _close(self, measurements: Measurements) -> None:
         """Add what was measured to the statistics, and remember the order: a replay runs no Python that tells it."""
@@ -252,7 +260,7 @@ class Numerics:
             self._observed += 1
             self._last = seen
             if seen.overflowed:
-                self._first_overflowed = self._first_overflowed or seen
+                self._first_overflowed, self._last_overflowed = self._first_overflowed or seen, seen
             else:
                 self._harmless |= seen.nonfinite_rows
                 self._largest_gradient = max(self._largest_gradient or 0.0, seen.largest_unscaled_gradient())

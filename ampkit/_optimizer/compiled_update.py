@@ -12,6 +12,7 @@ from .._torch.compile import Compiler
 from .param_groups import CapturableGroups
 from .scale_rule import ScaleLimits
 from .scaler import GradScaler
+from .state_form import StateForm, state_form
 from .step_kind import parameters, runs_beside_step, torch_class
 from .update_code import Constants, Tensors, update
 
@@ -78,7 +79,7 @@ class CompiledUpdate:
         self.used = True
 
     def _read(self, low: Mapping[Tensor, Tensor]) -> tuple[Constants, Tensors] | None:
-        is_sgd = torch_class(self._optimizer) is SGD
+        is_sgd, form = torch_class(self._optimizer) is SGD, state_form(self._optimizer)
         options, sizes, params, grads, counts, rates = [], [], [], [], [], []
         states: list[list[Tensor]] = []
         for group, rate in zip(self._optimizer.param_groups, self._groups.tensors(), strict=True):
@@ -88,16 +89,15 @@ class CompiledUpdate:
                 continue
             if is_sgd:
                 numbers = [group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")]
-                names = ["momentum_buffer"] if group["momentum"] != 0 else []
             else:
                 numbers = [*group["betas"], group.get("decoupled_weight_decay", False)]
                 numbers += [group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")]
-                names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []), "step"]
             options.append(tuple(numbers))
             sizes.append(len(with_gradient))
             rates.append(_with_shape(rate))
             for param, grad in with_gradient:
-                kept = [self._optimizer.state[param].get(name) for name in names]
+                names = (form or StateForm()).names(group, param)
+                kept = [self._optimizer.state[param].get(name) for name in (names if is_sgd else [*names, "step"])]
                 if not all(isinstance(value, Tensor) for value in kept):
                     return None
                 params.append(_with_shape(param.detach()))
@@ -114,7 +114,7 @@ class CompiledUpdate:
             limits = ScaleLimits(**{name: known[name] for name in ScaleLimits._fields})
             limits = None if limits.is_torchs_rule else limits
             scale = {name: _with_shape(tensor) for name, tensor in self._scaler.tensors().items()}
-        constants = Constants(tuple(options), tuple(sizes), is_sgd, self._max_norm, rule, limits)
+        constants = Constants(tuple(options), tuple(sizes), is_sgd, self._max_norm, rule, limits, form)
         return constants, Tensors(params, grads, states, counts, rates, scale)
 
 

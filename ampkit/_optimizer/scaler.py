@@ -31,6 +31,7 @@ from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .sharded import ONE_RANK, OverRanks, on_shards
+from .state_form import step_of
 from .step_kind import gradients, scales_in_kernel, skips_by_itself, summed_parameters, takes_scale
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`
@@ -203,7 +204,7 @@ class GradScaler(DeviceScale):
     ) -> float | None:
         with Undo() as undo, on_shards(optimizer) as over_ranks:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
-            step = partial(optimizer.step, *args, **kwargs)
+            step = partial(step_of(optimizer), *args, **kwargs)
             if not self._enabled:
                 unscaled = partial(self._scaled_step.step_unscaled, optimizer, step)
                 result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, unscaled, over_ranks)
@@ -246,14 +247,14 @@ class GradScaler(DeviceScale):
                 seed_late_momentum(optimizer)
                 divisor = divide_and_clip_(optimizer, gradients(optimizer), None, clip)
                 with kernel_scaling(optimizer, divisor, None) if divisor is not None else nullcontext():
-                    self._scaled_step.step_unscaled(optimizer, optimizer.step)
+                    self._scaled_step.step_unscaled(optimizer, step_of(optimizer))
             return
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)][_WITHOUT_GRADIENT] = not gradients(optimizer)
         self.grad_norm, self.found_inf, divisor = self._measured(optimizers, grads, 2.0, ONE_RANK)
         clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
         for optimizer in optimizers:
-            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, optimizer.step)
+            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, step_of(optimizer))
         self._count()
 
     def _measured(
@@ -366,9 +367,9 @@ class GradScaler(DeviceScale):
         self._scaled_step.undecided = False
         if found.found_inf is None:
             seed_late_momentum(optimizer)
-            self._scaled_step.step_unscaled(optimizer, partial(optimizer.step, *args))
+            self._scaled_step.step_unscaled(optimizer, partial(step_of(optimizer), *args))
         else:
-            self._step_scaled(optimizer, gradients(optimizer), None, None, optimizer.step)
+            self._step_scaled(optimizer, gradients(optimizer), None, None, step_of(optimizer))
             self._count()
 
     def _step_as_torch(

@@ -1,6 +1,7 @@
 """What torch.compile compiles of an update: norm, unscaling, clipping, Adam or SGD, skipping, the loss scale."""
 
 import math
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim.sgd import sgd
 from .._torch.tensors.tensors import foreach_norm
 from .device_step import clip_coefficient
 from .scale_rule import SMALLEST, ScaleLimits
+from .state_form import StateForm, narrowed, widened
 
 
 class Constants(NamedTuple):
@@ -21,6 +23,7 @@ class Constants(NamedTuple):
     max_norm: float | None
     rule: tuple[float, float, int] | None  # growth factor, backoff factor and growth interval of the loss scale
     limits: ScaleLimits | None  # None if only torch's rule bounds the loss scale
+    form: StateForm | None = None  # None if weights and state stay in their own dtypes
 
 
 class Tensors(NamedTuple):
@@ -53,22 +56,43 @@ def update(constants: Constants, tensors: Tensors) -> tuple[Tensor | None, Tenso
     pairs = zip(tensors.grads, tensors.params, strict=True)
     # A copy where nothing else makes one, because SGD changes gradients in place.
     grads = [
-        g.to(p.dtype, copy=True) if factor is None else (g.to(factor.dtype) * factor).to(p.dtype) for g, p in pairs
+        g.to(dtype, copy=True) if factor is None else (g.to(factor.dtype) * factor).to(dtype)
+        for g, dtype in ((g, p.dtype if constants.form is None else torch.float32) for g, p in pairs)
     ]
-    if found is None:
+    if found is None and constants.form is None:
         _step(constants, tensors.params, grads, tensors.states, tensors.counts, tensors.rates)
     else:
-        params = [param.clone() for param in tensors.params]
-        states = [[value.clone() for value in kept] for kept in tensors.states]
+        before = [[param, *kept] for param, kept in zip(tensors.params, tensors.states, strict=True)]
+        copies = [_copied(constants.form, each) for each in before]
         counts = [count.clone() for count in tensors.counts]
-        _step(constants, params, grads, states, counts, tensors.rates)
-        skip = found > 0
-        before = [*tensors.params, *(value for kept in tensors.states for value in kept), *tensors.counts]
-        after = [*params, *(value for kept in states for value in kept), *counts]
-        for old, new in zip(before, after, strict=True):
-            old.copy_(torch.where(skip, old, new))
-        _move_scale(constants, tensors.scale, skip, found)
+        _step(constants, [each[0] for each in copies], grads, [each[1:] for each in copies], counts, tensors.rates)
+        after = [_rounded(constants.form, *pair) for pair in zip(before, copies, strict=True)]
+        skip = None if found is None else found > 0
+        for old, new in zip([*chain(*before), *tensors.counts], [*chain(*after), *counts], strict=True):
+            old.copy_(new if skip is None else torch.where(skip, old, new))
+        if skip is not None and found is not None:
+            _move_scale(constants, tensors.scale, skip, found)
     return norm, found
+
+
+def _copied(form: StateForm | None, tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies of a parameter and of its state for a step to change: with a form in float32."""
+    if form is None:
+        return [tensor.clone() for tensor in tensors]
+    low = [tensor for tensor in tensors if tensor.dtype is torch.bfloat16]
+    wide = iter(widened(low, compensated=form.compensates(tensors[0])))
+    kept = tensors[:-1] if form.compensates(tensors[0]) else tensors
+    return [next(wide) if tensor.dtype is torch.bfloat16 else tensor.clone() for tensor in kept]
+
+
+def _rounded(form: StateForm | None, before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
+    """Return what a step has made of such copies in the dtypes of before, the compensation included."""
+    if form is None:
+        return after
+    compensated = form.compensates(before[0])
+    wide = [new for old, new in zip(before, after, strict=False) if old.dtype is torch.bfloat16]
+    low = iter(narrowed(wide, compensated=compensated, stochastic=form.rounding == "stochastic"))
+    return [next(low) if old.dtype is torch.bfloat16 else new for old, new in zip_longest(before, after)]
 
 
 _MOST_SUMS = 64

@@ -16,6 +16,7 @@ from .dtypes import DTYPES, as_dtype, canonical_name
 from .module_rules import ModuleKey, ModuleRules, class_named, key_text, module_key
 from .op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_context
 
+ROUNDINGS = ("stochastic", "kahan")
 # Names of whole policies: (params, compute, output). Those with a hyphen are Lightning's `Trainer(precision=...)`.
 _POLICIES = {
     "float32": ("float32", "float32", "float32"),
@@ -39,7 +40,8 @@ class Policy:
         params: dtype of the parameters, and so of gradients and optimizer state. `apply` casts to it. A step casts
             nothing to it, but raises if the parameters have another dtype.
         compute: dtype that autocast runs matrix multiplications and convolutions in. If it equals `params`, autocast is
-            off, and every operation runs in the dtype of its inputs.
+            off, and every operation runs in the dtype of its inputs. Left out it is float32; with `rounding`, that of
+            `params`.
         output: dtype of the floating tensors that a step returns (loss and aux), and of a model's outputs after
             `apply`.
         ops: rules for single operations. They hold inside `autocast`. A key is a function of torch, a method of Tensor,
@@ -49,6 +51,9 @@ class Policy:
         modules: rules for modules. They hold after `apply`. A key is a class of modules (its subclasses too), the path
             of one module (`"head"`), or a regular expression that matches whole paths (`r"blocks\\.\\d+\\.mlp"`). The
             value is the dtype that the module, and everything that it calls, computes in.
+        rounding: how `graphed_step` rounds new values of bfloat16 parameters, which it computes in float32.
+            "stochastic": up or down at random, so that the expected value is the value. "kahan": to nearest, and the
+            optimizer keeps what that has taken off. None: as torch's optimizer does. Needs `params="bfloat16"`.
 
     A dtype is a `torch.dtype` or its name: float32, float16 or bfloat16.
 
@@ -57,8 +62,8 @@ class Policy:
         modules: the rules as sorted pairs of class or string and dtype.
 
     Raises:
-        ValueError: an unknown dtype, operation or key, two rules for one operation, or float32 compute over
-            low-precision parameters (autocast only ever lowers).
+        ValueError: an unknown dtype, operation or key, two rules for one operation, float32 compute over low-precision
+            parameters (autocast only ever lowers), or a rounding of other parameters than bfloat16.
     """
 
     params: torch.dtype
@@ -66,15 +71,19 @@ class Policy:
     output: torch.dtype
     ops: OpRules
     modules: tuple[tuple[ModuleKey, torch.dtype], ...]
+    rounding: str | None
 
     def __init__(
         self,
         params: torch.dtype | str = torch.float32,
-        compute: torch.dtype | str = torch.float32,
+        compute: torch.dtype | str | None = None,
         output: torch.dtype | str = torch.float32,
         ops: Mapping[Any, torch.dtype | str] | Iterable[tuple[Any, torch.dtype | str]] = (),
         modules: Mapping[Any, torch.dtype | str] | Iterable[tuple[Any, torch.dtype | str]] = (),
+        rounding: str | None = None,
     ) -> None:
+        if compute is None:
+            compute = torch.float32 if rounding is None else params
         for name, value in {"params": params, "compute": compute, "output": output}.items():
             object.__setattr__(self, name, _dtype(name, value))
         for name, rules, checked in (("ops", ops, _op_rules), ("modules", modules, _module_rule_pairs)):
@@ -88,6 +97,12 @@ class Policy:
                 f"Policy(params={low}, compute=float32): autocast cannot raise a dtype. Write Policy.parse({low!r}) "
                 f"for float32 parameters that compute in {low}, or Policy.parse({whole!r}) for {low} parameters."
             )
+        if rounding is not None and (rounding not in ROUNDINGS or self.params is not torch.bfloat16):
+            raise ValueError(
+                f"Policy(params={dtype_name(self.params)}, rounding={shown(rounding)}): expected "
+                f"{' or '.join(map(repr, ROUNDINGS))}, with params='bfloat16'; or None."
+            )
+        object.__setattr__(self, "rounding", rounding)
         if self.ops:
             define(self.ops)
 
@@ -105,10 +120,11 @@ class Policy:
                 - a dtype for a float32 model under autocast: `float16`, `bfloat16`, `float32`;
                 - Lightning's name: `16-mixed`, `bf16-mixed`, `32-true`, `bf16-true`, `16-true`;
                 - another common name of a dtype: `fp16`, `half`, `bf16`, `fp32`, `torch.float16`;
-                - fields: `params=float32,compute=float16,output=float32`. A dtype that is left out is float32.
+                - fields: `params=float32,compute=float16,output=float32`. A dtype that is left out is float32, but with
+                  `rounding` `compute` is that of `params`;
 
-                Names of dtypes, policies and fields may have capital letters. Rules follow in braces, after a name or
-                after fields, and are written as in Python:
+                `rounding=stochastic` or `rounding=kahan` may follow, too. Names of dtypes, policies and fields may have
+                capital letters. Rules follow in braces, after a name or after fields, and are written as in Python:
                 `bfloat16,ops={softmax:float32,add:promote},modules={torch.nn.LayerNorm:float32,"head":float32}`.
                 A class of modules is written with its full name, and its module is imported. A path or a regular
                 expression is written in double quotes. A backslash means itself there, and `""` is one double quote.
@@ -137,7 +153,10 @@ class Policy:
                 problem = f"{shown(key)} is not a field of Policy.{_meant(key, _FIELDS)}"
             if problem:
                 raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
-            values[key] = _rules(text, key, value) if key in _RULE_FIELDS else _dtype(key, value)
+            if key == "rounding":
+                values[key] = value.lower()
+            else:
+                values[key] = _rules(text, key, value) if key in _RULE_FIELDS else _dtype(key, value)
         return cls(**values)
 
     def __str__(self) -> str:
@@ -148,6 +167,7 @@ class Policy:
         if self.modules:
             rules = (f"{key_text(key)}:{dtype_name(rule)}" for key, rule in self.modules)
             texts.append("modules={" + ",".join(rules) + "}")
+        texts += [f"rounding={self.rounding}"] if self.rounding else []
         return ",".join(texts)
 
     @property

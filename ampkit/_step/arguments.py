@@ -18,7 +18,9 @@ from .._errors import AmpkitWarning
 from .._optimizer.nonfinite import SKIP, STOP, NonfiniteGuard
 from .._optimizer.scaler import GradScaler
 from .._optimizer.sharded import shard_group
+from .._optimizer.state_form import StateForm
 from .._optimizer.step_kind import broken_kernel, parameters, skips_by_itself, why_not_called
+from .._precision.dtypes import as_dtype
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
 from .._torch.tensors.tensors import sharded_class
@@ -125,9 +127,16 @@ def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
 
 
 def read_optimizers(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module, max_norm: float | None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    model: nn.Module,
+    max_norm: float | None,
+    *,
+    rounds: bool = False,
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that were given. Raise a `ValueError` unless they can train this model."""
+    """Return the optimizers that were given. Raise a `ValueError` unless they can train this model.
+
+    `rounds` says whether they step float32 copies of low-precision parameters, see `StateForm`.
+    """
     given: Any = optimizer
     several = isinstance(given, (list, tuple))
     optimizers: tuple[torch.optim.Optimizer, ...] = tuple(given) if several else (given,)
@@ -138,7 +147,7 @@ def read_optimizers(
     for number, each in enumerate(optimizers):
         name = f"optimizer[{number}]" if several else "optimizer"
         check_instance("graphed_step", name, each, torch.optim.Optimizer, expected)
-        if problem := why_not_called(each) or broken_kernel(each):
+        if problem := why_not_called(each) or ("" if rounds else broken_kernel(each)):
             raise ValueError(f"graphed_step({name}): {problem}")
         for i, group in enumerate(each.param_groups):
             strangers = [param for param in group["params"] if param not in known]
@@ -189,16 +198,57 @@ def refuse_several(where: str, optimizers: Sequence[torch.optim.Optimizer], what
         raise NotImplementedError(f"graphed_step({where}): {what} takes one optimizer so far, not {len(optimizers)}.")
 
 
-def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool) -> bool:
+def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool, form: StateForm | None) -> bool:
     """Return whether a step is to have the bits of a loop written with torch alone. Raise an error if it cannot."""
     check_choice("graphed_step", "arithmetic", arithmetic, ("ampkit", "torch"))
-    if arithmetic == "torch" and (sharded or compile is not None):
-        what = "under fully_shard" if sharded else "with compile="
+    if arithmetic == "torch" and (sharded or compile is not None or form is not None):
+        what = (
+            "under fully_shard" if sharded else "with compile=" if compile is not None else "with moments= or rounding="
+        )
         raise NotImplementedError(
             f"graphed_step(arithmetic='torch'): {what} a step has other last bits than a loop written with torch. "
             "Pass arithmetic='ampkit'."
         )
     return arithmetic == "torch"
+
+
+def read_state_form(
+    where: str,
+    moments: object,
+    policy: Policy | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    has_copies: bool = False,
+) -> StateForm | None:
+    """Return in which form the optimizers keep weights and state, None if as torch's.
+
+    `has_copies` says whether other ranks have the same parameters, which all have to step alike. Raises a `ValueError`
+    or a `NotImplementedError` if they cannot step in it, and warns if the second moment could not fall.
+    """
+    if moments is not None and as_dtype(moments) is not torch.bfloat16:
+        raise wrong(where, "moments", moments, "'bfloat16', or None for the dtype of the parameters")
+    rounding = None if policy is None else policy.rounding
+    if moments is None and rounding is None:
+        return None
+    form = StateForm(moments is not None, rounding)
+    given = f"{where}({f'moments={moments!r}' if rounding is None else f'policy=Policy(rounding={rounding!r})'})"
+    if has_copies and rounding == "stochastic":
+        raise NotImplementedError(
+            f"{given}: several ranks have the same weights (DistributedDataParallel, or a mesh with copies). They draw "
+            "other random bits, so that these would differ. Pass rounding='kahan', or split all by fully_shard."
+        )
+    for optimizer in optimizers:
+        if problem := form.why_not(optimizer):
+            raise ValueError(f"{given}: {problem}.")
+        if beta := form.never_falls(optimizer):
+            warnings.warn(
+                f"{given}: with betas=(..., {beta}) the average of squared gradients changes by less per step than "
+                "rounding to nearest in bfloat16 undoes, so that it grows and never falls. Pass "
+                "betas=(0.9, 0.95), or up to 0.996; or Policy(params='bfloat16', rounding='stochastic').",
+                AmpkitWarning,
+                stacklevel=users_level(),
+            )
+    return form
 
 
 def read_buckets(buckets: object) -> Buckets | None:

@@ -25,9 +25,11 @@ from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
 from .._capture.state.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
+from .._optimizer.state_form import set_state_form
 from .._optimizer.step_kind import sum_in_order_of
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
+from .._torch.ranks.sharding import is_copied
 from .arguments import (
     NAMES_ELSEWHERE,
     Scheduler,
@@ -40,6 +42,7 @@ from .arguments import (
     read_optimizers,
     read_scaler,
     read_schedulers,
+    read_state_form,
     refuse_several,
 )
 from .compile.compile_choice import check_compile, step_maker, warmup_of
@@ -87,6 +90,7 @@ def graphed_step(
     arithmetic: str = "ampkit",
     compile: str | None = None,
     nonfinite: str | None = None,
+    moments: torch.dtype | str | None = None,
 ) -> "GraphedStep":
     """Return a callable that does one training step per call, after `warmup` calls as a single CUDA graph launch.
 
@@ -198,6 +202,9 @@ def graphed_step(
             `load_state_dict` ends that. `out.skipped` tells it in the step itself. A loss of nan with finite gradients
             is no reason. Buffers that forward changes, such as those of BatchNorm, are not put back. None: nothing is
             looked at. docs/scaling.md has the costs.
+        moments: "bfloat16": Adam and AdamW keep `exp_avg` and `exp_avg_sq` in bfloat16, and SGD its momentum. The
+            optimizer has `fused=True`; its arithmetic stays float32. State that it has, or loads, is cast. None: in the
+            dtype of the parameters, as torch does. docs/precision.md has that, and `Policy(rounding=...)`.
 
     Returns:
         A `GraphedStep`: call it with a batch, on the model's device.
@@ -228,17 +235,22 @@ def graphed_step(
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    optimizers = read_optimizers(optimizer, model, max_norm)
+    rounds = policy is not None and policy.rounding is not None
+    optimizers = read_optimizers(optimizer, model, max_norm, rounds=rounds)
     schedulers = read_schedulers(scheduler, optimizers)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     if options.graph != "off" and scaler is None:
         hint_at_one_step(model, optimizers[0], loss_fn)
     ranks = Ranks(model, device, captured=options.graph != "off")
     scaler = read_guard(nonfinite, read_scaler(scaler, policy, device), model, optimizers, device, after_step, ranks)
+    has_copies = bool(ranks.wrappers) or any(map(is_copied, model.parameters()))
+    form = read_state_form("graphed_step", moments, policy, optimizers, has_copies=has_copies)
     _refuse_together(optimizers, arithmetic, sharded=ranks.sharded, changes=before_step is not None, scaler=scaler)
     for each in optimizers:
         sum_in_order_of(model, each)
-    as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded)
+    as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded, form=form)
+    for each in optimizers:
+        set_state_form(each, form)
     not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step)
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     check_at_least("graphed_step", "after_every", after_every, 1, "the number of optimizer steps")

@@ -87,6 +87,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for table in tables for hook in table.values() if not is_of_torch(hook)]
 
 
+def note_step(optimizer: Any) -> None:
+    """Note that an optimizer has stepped without its `step`. Schedulers of torch warn where they step before it."""
+    optimizer._opt_called = True  # nothing to guard: torch sets it, too
+
+
 def remove_step_hook(hook: Any) -> None:
     """Remove what `register_optimizer_step_pre_hook` was given, if it is there."""
     for key in [key for key, held in HOOKS_OF_ALL[0].items() if held is hook]:

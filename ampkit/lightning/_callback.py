@@ -110,6 +110,11 @@ class AmpkitCallback(Callback):
         check_flag("AmpkitCallback", "log", log)
         self._validate, self._log = validate, log
         self._policy = read_policy("AmpkitCallback", policy)
+        if self._policy is not None and self._policy.rounding is not None:
+            raise NotImplementedError(
+                f"AmpkitCallback(policy={str(self._policy)!r}): the rounding of parameters is for graphed_step so far. "
+                "Leave rounding out."
+            )
         self._scaler = scaler
         if compile is not None:
             check_choice("AmpkitCallback", "compile", compile, COMPILE)

@@ -34,6 +34,7 @@ _OF_TRAINER = (
     "after_step",
     "after_every",
     "numerics",
+    "moments",  # the Trainer may call the optimizer itself, whose own step takes float32
 )
 _OF_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")

@@ -13,7 +13,7 @@ from .._optimizer.scaler import GradScaler
 from .._step.graphed import graphed
 from .._step.graphed_step import graphed_step
 from .._step.window import Place
-from .._torch.optimizers import supports_amp_scaling
+from .._torch.optimizers import note_step, supports_amp_scaling
 from .._undo import Undo
 
 
@@ -53,7 +53,8 @@ class _OptimizerStep:
     def __call__(self, closure: Any = None) -> Any:
         if not self.done:
             return self._plain(closure)
-        self.done, self._optimizer._opt_called = False, True  # the second as schedulers of torch want it
+        self.done = False
+        note_step(self._optimizer)
         return None
 
     def end(self) -> None:

@@ -748,3 +748,24 @@ def test_a_dict_is_keyword_arguments():
         debug.forecast(whole, model, optimizer, (batch,), device="cpu").peak,
     }
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize(
+    ("rounding", "moments", "expected"),
+    [
+        (None, None, (4, 4, 8)),
+        (None, "bfloat16", (4, 4, 4)),
+        ("stochastic", None, (2, 2, 4)),
+        ("kahan", None, (2, 2, 6)),
+    ],
+)
+def test_states_in_bfloat16(rounding, moments, expected):
+    """The bytes per parameter of weights, gradients and state are those of the step that is forecast."""
+    model = nn.Linear(256, 255, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    policy = ampkit.Policy(params="bfloat16", rounding=rounding) if rounding else None
+    x = torch.zeros(4, 256, dtype=torch.bfloat16 if rounding else torch.float32)
+    profile = debug.forecast(mean_square, model, optimizer, x, policy=policy, moments=moments, device="cpu")
+    held = [profile.series[name][-1] for name in ("parameter", "gradient", "optimizer state")]
+    assert tuple(size // model.weight.numel() for size in held) == expected
+    assert not optimizer.state

@@ -1115,6 +1115,12 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
         AmpkitCallback(**options)
 
 
+def test_rounding_of_parameters_is_refused() -> None:
+    """A Trainer's optimizer may step by itself, which would round its parameters to nearest."""
+    with pytest.raises(NotImplementedError, match="rounding of parameters is for graphed_step"):
+        AmpkitCallback(policy="params=bfloat16,rounding=kahan")
+
+
 @pytest.mark.slow
 def test_report_before_and_after(tmp_path: Path) -> None:
     """Before a fit it is empty; behind one it still tells of the graphs that there were."""

@@ -13,6 +13,7 @@ import ampkit
 from ampkit._commands.bench.cases import CASES
 from ampkit._optimizer.compiled_update import CompiledUpdate
 from ampkit._optimizer.param_groups import CapturableGroups
+from ampkit._optimizer.state_form import StateForm, set_state_form
 from ampkit._optimizer.update_code import _bias_correction
 from ampkit._step.compile.compiled import _OPTIONS
 from ampkit._torch.compile import Compiler
@@ -20,18 +21,28 @@ from ampkit._torch.compile import Compiler
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def kernels_of_update(monkeypatch: pytest.MonkeyPatch, like: Iterable[Tensor], *, is_sgd: bool, compile: str) -> int:
+def kernels_of_update(
+    monkeypatch: pytest.MonkeyPatch,
+    like: Iterable[Tensor],
+    *,
+    is_sgd: bool = False,
+    compile: str = "default",
+    form: StateForm | None = None,
+) -> int:
     """Return how many kernels the update of such parameters has. It clips; gradients are bfloat16 but for biases."""
     device = torch.device("cuda", 0)
     with gpu_code.h200(monkeypatch):
-        params = [torch.empty_strided(p.shape, p.stride(), device=device, requires_grad=True) for p in like]
+        dtype = torch.bfloat16 if form is not None and form.rounding is not None else torch.float32
+        params = [torch.empty_strided(p.shape, p.stride(), dtype=dtype, device=device).requires_grad_() for p in like]
         for param in params:
             param.grad = torch.empty_like(param)
-        optimizer = SGD(params, lr=0.1, momentum=0.9) if is_sgd else AdamW(params)
+        optimizer = SGD(params, lr=0.1, momentum=0.9) if is_sgd else AdamW(params, fused=True)
         for param in params:
-            moments = ("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq")
-            optimizer.state[param] = {name: torch.empty_like(param) for name in moments}
+            names = (form or StateForm()).names(optimizer.param_groups[0], param)
+            low = torch.bfloat16 if form is not None else param.dtype
+            optimizer.state[param] = {name: torch.empty_like(param, dtype=low) for name in names}
             optimizer.state[param] |= {} if is_sgd else {"step": torch.empty((), device=device)}
+        set_state_form(optimizer, form)
         scaler, groups = ampkit.GradScaler("cuda", enabled=False), CapturableGroups(optimizer, device)
         groups.refresh()
         update = CompiledUpdate(optimizer, scaler, groups, 1.0, Compiler(_OPTIONS[compile]))
@@ -50,6 +61,17 @@ def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch
     like = [torch.empty(shape) for shape in shapes]
     like = [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in like]
     assert kernels_of_update(monkeypatch, like, is_sgd=optimizer == "SGD", compile=compile) <= len(shapes)
+
+
+@allow_inductor_warnings
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [StateForm(True), StateForm(True, "stochastic"), StateForm(True, "kahan")])
+def test_states_in_bfloat16_take_no_more_kernels(form: StateForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widening, arithmetic and rounding are one kernel; random numbers may take one more, for their seeds."""
+    like = [torch.empty(shape) for shape in [(256, 64), (256,), (64, 256), (64,)]]
+    plain = kernels_of_update(monkeypatch, like)
+    torch._dynamo.reset()
+    assert kernels_of_update(monkeypatch, like, form=form) <= plain + (form.rounding == "stochastic")
 
 
 @allow_inductor_warnings

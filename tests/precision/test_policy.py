@@ -112,6 +112,24 @@ def test_what_belongs_into_parse(text: str, says: str) -> None:
         Policy(text)
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_rounding_of_low_parameters(rounding: str) -> None:
+    """It is printed and parsed, it is part of what is compared, and `compute` is the dtype of the parameters."""
+    policy = Policy(params="bfloat16", rounding=rounding)
+    assert policy.compute is torch.bfloat16
+    assert str(policy) == f"params=bfloat16,compute=bfloat16,output=float32,rounding={rounding}"
+    assert Policy.parse(str(policy)) == Policy.parse(f"params=bfloat16, Rounding={rounding}") == policy
+    assert policy != Policy(params="bfloat16", compute="bfloat16")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(("params", "rounding"), [("float32", "stochastic"), ("float16", "kahan"), ("bfloat16", "up")])
+def test_rounding_that_cannot_be(params: str, rounding: str) -> None:
+    """Only parameters in bfloat16 are rounded, in one of two ways."""
+    with pytest.raises(ValueError, match=r"expected 'stochastic' or 'kahan', with params='bfloat16'"):
+        Policy(params=params, rounding=rounding)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_only_float16_compute_needs_scaling(name: str) -> None:
     """bfloat16 has float32's exponents, so its gradients do not underflow."""

@@ -58,6 +58,7 @@ class Case(NamedTuple):
         copies: how many ranks have the same shards (HSDP).
         verify: of the step.
         numerics: whether `ampkit.debug.numerics` measures in every second step.
+        moments: of the step.
         memory: whether `ampkit.debug.memory` records a step of the reference.
         nonfinite: of the step. One that has stopped goes on from there.
     """
@@ -78,11 +79,14 @@ class Case(NamedTuple):
     copies: int = 1
     verify: int | str = 0
     numerics: bool = False
+    moments: str | None = None
     memory: bool = False
     nonfinite: str | None = None
 
 
 LOW = torch.bfloat16
+FALLS = {"fused": True, "betas": (0.9, 0.95)}  # of AdamW, whose moments in bfloat16 can fall
+WEIGHTS = "params=bfloat16,rounding"
 CASES = {
     "float32": Case(max_norm=float("inf"), torch=True, memory=True),
     "bfloat16": Case("transformer", dtype=LOW, max_norm=0.5, average=True),
@@ -99,6 +103,9 @@ CASES = {
         policy="float16", optimizer="SGD", options={"momentum": 0.9}, overflows=(1, 6), max_norm=0.5, behind=True
     ),
     "rmsprop": Case(optimizer="RMSprop", options={}, max_norm=0.5),
+    "moments": Case("transformer", dtype=LOW, max_norm=0.5, options=FALLS, moments="bfloat16", event="resume"),
+    "stochastic": Case(policy=f"{WEIGHTS}=stochastic", max_norm=0.5, event="resume"),
+    "kahan": Case("transformer", policy=f"{WEIGHTS}=kahan", max_norm=0.5, options=FALLS, accumulate=2, copies=2),
     "tied": Case("tied", dtype=LOW, max_norm=0.5),
     "compiled blocks": Case("transformer", dtype=LOW, max_norm=0.5, event="compiled"),
     "compiled blocks, accumulate": Case("transformer", dtype=LOW, max_norm=0.5, accumulate=2, event="compiled"),
@@ -173,6 +180,7 @@ ON_GPUS = (
         "numerics",
         "graphed float16",
         "copies float16",
+        "stochastic",
     ),
 )
 GIVES_UP = ("waits", "raises", "differs", "undeclared", "average")  # events in which rank 1 cannot capture
@@ -247,7 +255,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def sharded(case: Case, device: torch.device, seed: int = 3) -> nn.Module:
     """Return the model of a case, under fully_shard."""
     torch.manual_seed(seed)
-    return wrapped(MODELS[case.model]().to(device), case, device)
+    params = ampkit.Policy.parse(case.policy or "float32").params
+    return wrapped(MODELS[case.model]().to(device, params), case, device)
 
 
 def wrapped(model: Any, case: Case, device: torch.device) -> nn.Module:
@@ -334,6 +343,7 @@ class Job:
             accumulate=case.accumulate,
             after_step=self.after_step if case.average else None,
             verify=case.verify,
+            moments=case.moments,
             numerics=self.watch,
             nonfinite=case.nonfinite,
             graph=graph,
@@ -375,7 +385,7 @@ class Job:
         return [judged.detach(), made.detach()]
 
     def loss_fn(self, model: nn.Module, x: Tensor, boost: Tensor) -> Tensor:
-        loss = (model(x).float() * boost).square().mean()
+        loss = (model(x.to(self.policy.params)).float() * boost).square().mean()
         self.seen += 1
         if dist.get_rank() == 1 and self.case.event == "differs" and self.seen > 6:
             loss = loss * (1 + self.seen % 2)  # so that the gradients on all ranks differ

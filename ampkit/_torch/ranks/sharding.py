@@ -47,6 +47,11 @@ def copy_groups(tensor: Any) -> list[Any]:
     ]
 
 
+def is_copied(tensor: Tensor) -> bool:
+    """Return whether other ranks have copies of the same part of a DTensor. A tensor of one rank alone has none."""
+    return isinstance(tensor, sharded_class()) and bool(copy_groups(tensor))
+
+
 def wrapped_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that `fully_shard` has wrapped."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
 from ..._capture.ranks.shards import is_sharded
+from ..._optimizer.sharded import on_shards
+from ..._optimizer.state_form import set_state_form, state_form, step_of
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
+from ..._step.arguments import read_state_form
 from ..._text import type_text
 from ..._torch.ranks.fake_ranks import fake_rank, real_values
 from ..._torch.ranks.sharding import ShardedModules
@@ -40,6 +43,7 @@ def forecast(
     batch: Any,
     *,
     policy: Policy | str | None = None,
+    moments: torch.dtype | str | None = None,
     shard: Callable[[nn.Module], object] | None = None,
     ranks: int | None = None,
     device: str = "cuda",
@@ -81,7 +85,9 @@ def forecast(
             empty before the first step. Its `step` must work without a closure.
         batch: what `loss_fn` is called with after the model, on any device: a tuple or list of arguments, a dict of
             keyword arguments, or a single tensor. `(batch,)` is one argument, whatever it is. It is that of one rank.
-        policy: a `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it.
+        policy: a `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it. With
+            `rounding`, the optimizer steps as in `graphed_step`.
+        moments: as for `graphed_step`.
         shard: a function that calls `fully_shard` on modules of the model that it gets, which is the copy. It can leave
             out the mesh, or make one of `ranks` ranks and the device type `device`. What it returns is not used.
         ranks: over how many ranks `shard` splits the model.
@@ -122,7 +128,7 @@ def forecast(
     try:
         with rank, fake_device(device), torch.set_grad_enabled(True):
             parts = loss_fn, model, optimizer, (tuple(args), kwargs)
-            return _profile(*parts, policy, device, shard, steps, label, sys._getframe(1))
+            return _profile(*parts, policy, moments, device, shard, steps, label, sys._getframe(1))
     except Exception as error:
         where = f" At {line}" if (line := user_line(error)) else ""
         if any(text in str(error) for text in _MIXED_DEVICES):
@@ -144,6 +150,7 @@ def _profile(
     optimizer: torch.optim.Optimizer,
     batch: Any,
     policy: Policy | None,
+    moments: object,
     device: str,
     shard: Callable[[nn.Module], object] | None,
     steps: int,
@@ -158,6 +165,8 @@ def _profile(
         _apply_shard(fake_model, shard, device)
     pairs = zip(model.parameters(), fake_model.parameters(), strict=True)
     fake_optimizer = _optimizer_of(optimizer, {id(param): fake for param, fake in pairs}, device)
+    form = read_state_form("debug.forecast", moments, policy, [fake_optimizer]) or state_form(optimizer)
+    set_state_form(fake_optimizer, form)
     on_cuda = device == "cuda"
     tracker = MemoryTracker(
         torch.device("cuda", 0) if on_cuda else torch.device("cpu"),
@@ -178,8 +187,8 @@ def _profile(
             if policy is not None and policy.needs_scaling:
                 loss = loss * torch.ones((), device=loss.device)  # the loss scale
             loss.backward()
-            with _FakeOptimizerStep(tracker):
-                fake_optimizer.step()
+            with _FakeOptimizerStep(tracker), nullcontext() if form is None else on_shards(fake_optimizer):
+                step_of(fake_optimizer)()
             del loss
     return tracker.profile(label)
 

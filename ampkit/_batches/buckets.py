@@ -187,6 +187,13 @@ def pad_stack(
     return args, {**kwargs, buckets.mask: mask.expand(count, *mask.shape)}
 
 
+def stack_padding(buckets: Buckets | None) -> Callable[..., Any] | None:
+    """Return what pads stacks to the sizes that were given, see `pad_stack`; None without buckets."""
+    if buckets is None:
+        return None
+    return partial(pad_stack, buckets, fitting=partial(smallest_bucket, buckets))
+
+
 def first_slice(leaves: Sequence[Any], tree: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the first batch of a stack. Aliasing: views."""
     args, kwargs = tree_unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)

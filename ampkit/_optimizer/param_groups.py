@@ -150,6 +150,11 @@ class CapturableGroups:
         """Return whether the step turns a tensor rate into a float: `param.add_(..., alpha=-lr)` in torch 2.11."""
         return isinstance(self._optimizer, (RMSprop, Adadelta)) and group.get("foreach") is False
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups, as the user has them."""
+        return self._optimizer.param_groups
+
     def refresh(self) -> None:
         """Bring the tensors up to date with `group["lr"]`. One kernel per group whose rate changed; no sync."""
         if self.program is not None:

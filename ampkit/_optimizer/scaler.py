@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._arguments import read_positive, wrong
-from .._torch.optimizers import supports_amp_scaling
+from .._torch.optimizers import announce_step, supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
 from .device_step import (
@@ -224,6 +224,7 @@ class GradScaler(DeviceScale):
             grads = gradients(optimizer)
             if not grads and not scales_in_kernel(optimizer) and not supports_amp_scaling(optimizer):
                 raise ValueError(f"GradScaler.step({type(optimizer).__name__}): {_NO_GRADIENT}")
+            announce_step(optimizer)
             state[_WITHOUT_GRADIENT] = not grads
             if any(grad.is_sparse for grad in grads) or skips_by_itself(optimizer):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that `graphed_step` gets."""
+"""Checks of the arguments that `graphed_step` and `graphed` get."""
 
 import inspect
 import sys
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
-from .._batches.buckets import Buckets
+from .._arguments import check_at_least, check_callable, check_choice, check_instance, read_all, wrong
+from .._batches.buckets import Buckets, is_auto
 from .._capture.preflight.sparse_gradients import refuse_sparse, why_not_dense
 from .._capture.ranks.ranks import Ranks
+from .._capture.ranks.shards import free_whole_parameters
 from .._errors import AmpkitWarning
 from .._optimizer.nonfinite import SKIP, STOP, NonfiniteGuard
 from .._optimizer.scaler import GradScaler
@@ -126,6 +127,48 @@ def device_of(model: nn.Module, policy: Policy | None) -> torch.device:
     return next(iter(devices))
 
 
+def read_declared(
+    modules: Sequence[nn.Module] | None, optimizers: Sequence[torch.optim.Optimizer], scaler: object
+) -> tuple[Sequence[nn.Module] | None, Sequence[torch.optim.Optimizer]]:
+    """Return what `graphed` was told that its function changes. Raise a `ValueError` if it is of other kinds."""
+    if modules is not None:
+        modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module, or None to find them")
+    expected = "a tuple of torch.optim.Optimizer"
+    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
+            "takes the same arguments and never waits for the device."
+        )
+    return modules, optimizers
+
+
+def device_of_all(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> torch.device | None:
+    """Return the device of the modules, None if they have no tensor.
+
+    Raise a `ValueError` if they are on several ones, or if an optimizer cannot step their parameters.
+    """
+    for module in modules:
+        free_whole_parameters(module)
+    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        found = ", ".join(map(str, devices))
+        raise ValueError(
+            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
+        )
+    known = {param for module in modules for param in module.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if broken := broken_kernel(optimizer):
+            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
+        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        if strangers:
+            raise ValueError(
+                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
+                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
+            )
+    return devices.pop() if devices else None
+
+
 def read_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     model: nn.Module,
@@ -169,27 +212,47 @@ def read_optimizers(
     return optimizers
 
 
-def read_schedulers(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Scheduler, ...]:
-    """Return the schedulers that were given. Raise a `ValueError` unless they are for these optimizers."""
+def read_schedulers(
+    where: str, scheduler: Any, optimizers: Sequence[torch.optim.Optimizer] | None
+) -> tuple[Scheduler, ...]:
+    """Return the schedulers that were given. Raise a `ValueError` unless they are for these optimizers, if known."""
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
     for each in schedulers:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                "graphed_step(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
+                f"{where}(scheduler=ReduceLROnPlateau): it needs a metric; call its step(metric) yourself."
             )
         if isinstance(each, type) or not callable(getattr(each, "step", None)):
             has_step = "an object with a method step(), as in torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n)"
-            raise wrong("graphed_step", "scheduler", each, f"{has_step}, a list of them, or None")
-        other = getattr(each, "optimizer", optimizers[0])
+            raise wrong(where, "scheduler", each, f"{has_step}, a list of them, or None")
+        if optimizers is None:
+            continue
+        if not optimizers:
+            raise ValueError(
+                f"{where}(scheduler={type(each).__name__}): there is no optimizer behind whose steps it could be "
+                "stepped. Pass the one that the function steps in optimizers=(...), or step it yourself."
+            )
+        other = getattr(each, "optimizer", None)
         known = [optimizer.param_groups for optimizer in optimizers]
         if isinstance(other, torch.optim.Optimizer) and not any(other.param_groups is groups for groups in known):
             raise ValueError(
-                f"graphed_step(scheduler={type(each).__name__}): it was made for another {type(other).__name__}, so "
+                f"{where}(scheduler={type(each).__name__}): it was made for another {type(other).__name__}, so "
                 "it would not change the rates of this optimizer. Make it from the optimizer that you pass."
             )
     return schedulers
+
+
+def with_optimizers_of(
+    schedulers: Sequence[Scheduler], optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return these optimizers, and those of the schedulers that are not among them."""
+    known = [*optimizers]
+    for own in (getattr(each, "optimizer", None) for each in schedulers):
+        if isinstance(own, torch.optim.Optimizer) and all(own.param_groups is not each.param_groups for each in known):
+            known.append(own)
+    return tuple(known)
 
 
 def refuse_several(where: str, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
@@ -251,13 +314,25 @@ def read_state_form(
     return form
 
 
-def read_buckets(buckets: object) -> Buckets | None:
+def read_buckets(where: str, buckets: object) -> Buckets | None:
     """Return how batches are padded. Raise a `ValueError` if it cannot be told."""
     if isinstance(buckets, str) and buckets == "auto":
         return Buckets("auto", "auto")
     if buckets is None or isinstance(buckets, Buckets):
         return buckets
-    raise wrong("graphed_step", "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)), 'auto' or None")
+    raise wrong(where, "buckets", buckets, "ampkit.Buckets(batch=(16, 32, 64)), 'auto' or None")
+
+
+def read_given_buckets(buckets: object) -> Buckets | None:
+    """Return how the arguments of `graphed` are padded. Raise a `ValueError` unless its sizes are given."""
+    found = read_buckets("graphed", buckets)
+    if found is not None and is_auto(found.batch):
+        raise ValueError(
+            f"graphed(buckets={found}): a function may return several losses, or none, so that it cannot be told "
+            "whether they see the padding, as graphed_step does before it pads to sizes of its choice. Pass sizes: "
+            "buckets=Buckets(batch=(16, 32), length=(128, 256))."
+        )
+    return found
 
 
 def hint_at_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any) -> None:
@@ -288,19 +363,22 @@ def check_kinds(
     if before_step is not None:
         check_callable("graphed_step", "before_step", before_step, "a function of the model, or None")
     if isinstance(buckets, Buckets):
-        mask = buckets.mask
-        try:
-            parameters: Mapping[str, inspect.Parameter] = inspect.signature(loss_fn).parameters
-        except (TypeError, ValueError):  # some functions of C have none
-            parameters = {mask: inspect.Parameter(mask, inspect.Parameter.KEYWORD_ONLY)}
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        named = parameters.get(mask)
-        if not takes_all and (named is None or named.kind not in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)):
-            raise ValueError(
-                f"graphed_step(buckets=...): loss_fn has no argument {mask!r}, by which it gets the mask of real "
-                f"samples. Write loss_fn(model, ..., *, {mask}), and leave out the padding: "
-                f"(losses * {mask}).sum() / {mask}.sum()."
-            )
+        check_takes_mask("graphed_step", "loss_fn", loss_fn, buckets.mask, "model, ...")
     if numerics is not None and not isinstance(numerics, Observer):
         expected = "what ampkit.debug.numerics(model, every=100) returned, or None"
         raise wrong("graphed_step", "numerics", numerics, expected)
+
+
+def check_takes_mask(where: str, name: str, fn: Any, mask: str, others: str) -> None:
+    """Raise a `ValueError` unless a function takes the mask of `Buckets`, beside its other arguments."""
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some functions of C have none
+        return
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = parameters.get(mask)
+    if not takes_all and (named is None or named.kind not in (named.KEYWORD_ONLY, named.POSITIONAL_OR_KEYWORD)):
+        raise ValueError(
+            f"{where}(buckets=...): {name} has no argument {mask!r}, by which it gets the mask of real samples. Write "
+            f"{name}({others}, *, {mask}), and leave out the padding: (losses * {mask}).sum() / {mask}.sum()."
+        )

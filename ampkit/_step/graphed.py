@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,28 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import read_all
+from .._arguments import check_choice
+from .._batches.buckets import Buckets, stack_padding
 from .._capture.engine.engine import Engine
+from .._capture.engine.fallback import StepDoneError
 from .._capture.engine.options import WARM_UP, Options
-from .._capture.engine.session import Session
 from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._capture.keys.inputs import flatten
 from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
-from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
+from .._capture.ranks.shards import refuse_sharded
 from .._capture.state.state import TrainingState
+from .._errors import AmpkitWarning
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
-from .._optimizer.step_kind import broken_kernel, why_not_capturable
+from .._optimizer.step_kind import why_not_capturable
 from .._torch.compile import cudagraphs_of_its_own
+from .._user_line import users_level
+from .arguments import (
+    Scheduler,
+    check_takes_mask,
+    device_of_all,
+    read_declared,
+    read_given_buckets,
+    read_schedulers,
+    with_optimizers_of,
+)
+from .compile.compile_choice import COMPILE, check_compiled_modules, warmup_of
+from .compile.compiled_modules import CompiledModules
 from .found_state import FoundState
 from .graph_owner import GraphOwner
 from .many.function_scan import WORDS, FunctionScan
 from .many.stack import Stack
-from .parts.split import StepSplitter
-from .parts.split_update import WithinFunction
-from .step_function import StepFunction
+from .parts.split_function import session_of_function
+from .schedule import Schedule
+from .step_function import FunctionOutput, StepFunction
 from .training_step import Phase
 
 
@@ -42,6 +57,8 @@ def graphed(
     modules: Sequence[nn.Module] | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     scaler: GradScaler | None = None,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
+    buckets: Buckets | None = None,
     warmup: int = 3,
     verify: int | str = 0,
     on_failure: str = "parts",
@@ -53,6 +70,7 @@ def graphed(
     annotate: bool = False,
     host_writes: str | Sequence[str] = "name",
     cuts: bool = True,
+    compile: str | None = None,
 ) -> "Callable[[Callable[..., Any]], GraphedFunction]":
     """Decorate a function of tensors, so that after `warmup` calls a call is a single CUDA graph launch.
 
@@ -74,6 +92,13 @@ def graphed(
         optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
             With `modules=None`, those that the first call does not step.
         scaler: the gradient scaler it uses, if any.
+        scheduler: stepped once behind each call in which the function steps the scheduler's optimizer, or skips its
+            step for an overflow; or a list, such as one per optimizer. So the function must not step it. One that has
+            no attribute `optimizer` is stepped behind each call that steps any. With `modules=None`, the optimizer of a
+            scheduler counts as declared.
+        buckets: sizes to pad the arguments to, see `Buckets`: the function gets the mask of what is not padding as one
+            more keyword argument. What it returns for padding is returned, too. `buckets="auto"` is for `graphed_step`
+            alone, which knows the loss, and so whether that sees the padding.
         warmup: as for `graphed_step`.
         verify: as for `graphed_step`. It also finds changes to tensors that belong to no module.
         on_failure: as for `graphed_step`. With "parts", declared modules without such a line are captured one by one;
@@ -86,6 +111,10 @@ def graphed(
         annotate: as for `graphed_step`.
         host_writes: as for `graphed_step`.
         cuts: as for `graphed_step`.
+        compile: "default" or "max": torch.compile compiles the modules, forward and backward, that the function calls
+            itself: declared or found ones, or modules inside of these, but no single layer of torch.nn. See
+            `graphed_step` for the values, and docs/compile.md. The function runs as Python, and optimizers step as
+            they are. The first call of a layout is not compiled, so `warmup` is at least 3.
 
     Returns:
         A decorator that makes a `GraphedFunction`.
@@ -93,12 +122,13 @@ def graphed(
     Raises:
         ValueError: an argument that cannot work; the message says what to pass.
         NotImplementedError: when it decorates, if parameters of the modules are split in another way than by
-            `fully_shard` alone, unless `graph="off"`.
+            `fully_shard` alone, unless `graph="off"`; or if it has `compile`, and they are split or under
+            `DistributedDataParallel`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
     """
     options = Options(
         graph=graph,
-        warmup=warmup,
+        warmup=warmup_of(warmup, compile),
         on_failure=on_failure,
         verify=verify,
         generators=generators,
@@ -109,43 +139,17 @@ def graphed(
         host_writes=host_writes,
         cuts=cuts,
     ).checked("graphed")
-    if modules is not None:
-        modules = read_all("graphed", "modules", modules, nn.Module, "a tuple of torch.nn.Module, or None to find them")
-    expected = "a tuple of torch.optim.Optimizer"
-    optimizers = read_all("graphed", "optimizers", optimizers, torch.optim.Optimizer, expected)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ValueError(
-            f"graphed(scaler={type(scaler).__module__}.{type(scaler).__name__}): expected an ampkit.GradScaler, which "
-            "takes the same arguments and never waits for the device."
-        )
-    device = None if modules is None else _device_of(modules, optimizers)
-    return lambda fn: GraphedFunction(fn, modules, optimizers, scaler, device, options)
-
-
-def _device_of(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> torch.device | None:
-    """Return the device of the modules, None if they have no tensor.
-
-    Raise a `ValueError` if they are on several ones, or if an optimizer cannot step their parameters.
-    """
-    for module in modules:
-        free_whole_parameters(module)
-    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        found = ", ".join(map(str, devices))
-        raise ValueError(
-            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
-        )
-    known = {param for module in modules for param in module.parameters()}
-    for i, optimizer in enumerate(optimizers):
-        if broken := broken_kernel(optimizer):
-            raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-        if strangers:
-            raise ValueError(
-                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
-                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
-            )
-    return devices.pop() if devices else None
+    if compile is not None:
+        check_choice("graphed", "compile", compile, COMPILE)
+    modules, optimizers = read_declared(modules, optimizers, scaler)
+    schedulers = read_schedulers("graphed", scheduler, None if modules is None else optimizers)
+    if modules is None:
+        optimizers = with_optimizers_of(schedulers, optimizers)
+    buckets = read_given_buckets(buckets)
+    device = None if modules is None else device_of_all(modules, optimizers)
+    return lambda fn: GraphedFunction(
+        fn, modules, optimizers, scaler, device, options, schedulers=schedulers, buckets=buckets, compile=compile
+    )
 
 
 class GraphedFunction(GraphOwner):
@@ -172,11 +176,19 @@ class GraphedFunction(GraphOwner):
         name: str = "",
         paths: Sequence[str] = (),
         eager: Mapping[type[nn.Module], str] = MappingProxyType({}),
+        schedulers: Sequence[Scheduler] = (),
+        buckets: Buckets | None = None,
+        compile: str | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._name = name or f"graphed({getattr(fn, '__name__', type(fn).__name__)})"
-        self._left_eager, self._given_paths = eager, paths
+        self._left_eager, self._paths = eager, paths
         self._fn, self._scaler, self._options = fn, scaler, options
+        self._schedules = [Schedule(scheduler, "graphed") for scheduler in schedulers]
+        self._buckets, self._compile = buckets, compile
+        self._compiled: CompiledModules | None = None  # made with the engine
+        if buckets is not None:
+            check_takes_mask("graphed", getattr(fn, "__name__", "the function"), fn, buckets.mask, "...")
         self._ranks: Ranks | None = None  # made with the engine
         self._making = threading.RLock()
         self._finds = modules is None
@@ -197,21 +209,25 @@ class GraphedFunction(GraphOwner):
                 )
         if self._options.graph != "off":
             refuse_sharded(f"{self._name}, modules", nn.ModuleList(modules))
-        self._modules, self._optimizers = tuple(modules), tuple(optimizers)
-        self._paths = self._given_paths or [f"modules[{i}]" for i in range(len(modules))]
+        named = dict(zip(self._paths or [f"modules[{i}]" for i in range(len(modules))], modules, strict=True))
+        if self._compile is not None and not self._finds:
+            check_compiled_modules("graphed", self._compile, named, getattr(self._fn, "__name__", "it"), self._fn)
+        self._modules, self._optimizers = named, tuple(optimizers)
 
     def _make_engine(self, device: torch.device, blocker: str = "") -> Engine:
         if self._scaler is not None:
             self._scaler.materialize(device)  # if a capture made the scale, every replay would reset it
-        captures = self._options.graph != "off"
-        blocker = blocker or (why_not_dense(self._modules) if self._optimizers else "")
+        captures, modules = self._options.graph != "off", [*self._modules.values()]
+        blocker = blocker or (why_not_dense(modules) if self._optimizers else "")
         problem = next(filter(None, map(why_not_capturable, self._optimizers)), "")
-        if self._options.on_failure != "parts" or not captures or not self._modules:
+        if self._options.on_failure != "parts" or not captures or not modules:
             blocker, problem = blocker or problem, ""
         groups = [CapturableGroups(optimizer, device) for optimizer in self._optimizers]
-        self._ranks = ranks = Ranks(nn.ModuleList(self._modules), device, captured=captures)
+        self._ranks = ranks = Ranks(nn.ModuleList(modules), device, captured=captures)
+        if self._compile is not None and modules:
+            self._compiled = CompiledModules(self._modules, device, self._compile, self._options)
         state = TrainingState(
-            dict(zip(self._paths, self._modules, strict=True)),
+            self._modules,
             () if problem else self._optimizers,
             self._scaler,
             finds_gradients=True,
@@ -220,26 +236,13 @@ class GraphedFunction(GraphOwner):
             eager_optimizers=self._optimizers if problem else (),
             problem=problem,
         )
-        applied = [] if blocker or problem else groups
+        applied, schedules, compiled = [] if blocker or problem else groups, self._schedules, self._compiled
+        around = None if compiled is None else compiled.calling
         function = self._function = StepFunction(
-            self._fn, self._modules, self._paths, applied, self._scaler, ranks.shards, self._name, state, captures
+            self._fn, self._modules, applied, self._scaler, ranks.shards, self._name, state, captures, schedules, around
         )
-        why_never = "" if self._modules else _NONE_DECLARED
-        options, named = self._options, function.named_modules
-        session = Session(
-            fn=function,
-            captured=function,
-            state=state,
-            device=device,
-            options=options,
-            ranks=ranks,
-            blocker=blocker,
-            name=self._name,
-            declared=True,
-            splitter=StepSplitter(
-                function, named, WithinFunction(), options, ranks, device, why_never=why_never, eager=self._left_eager
-            ),
-        )
+        eager, compiles = self._left_eager, compiled is not None
+        session = session_of_function(function, device, self._options, ranks, blocker, eager, compiles=compiles)
         engine = Engine(session)
         self._scan = FunctionScan(engine, function, self._phase, device, may_launch=not ranks.several)
         return engine
@@ -266,11 +269,16 @@ class GraphedFunction(GraphOwner):
         that the next call writes, too; clone what is to be kept. Sync: none. Aliasing: the arguments are copied, and
         written back to only where the function changes them in place; the outputs belong to the caller.
         """
+        if self._buckets is not None:
+            args, kwargs = self._buckets.pad_batch(args, kwargs)
+        return self._padded_call(args, kwargs)
+
+    def _padded_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._making if self._finds else nullcontext():
             if self._finds:
                 return self._first_call(args, kwargs)
         engine = self._engine_for(args, kwargs)
-        return engine.turn.call(self._call, engine, args, kwargs)
+        return engine.turn.call(self._call, engine, args, kwargs).returned
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:
         """Do K calls with one call: the function gets the slices 0 to K - 1 of each tensor along its dimension 0.
@@ -284,7 +292,8 @@ class GraphedFunction(GraphOwner):
         anything.
 
         Calls are made one by one if they are not captured as a whole; with several processes; if the function changes
-        its arguments in place, or decides by draws of the host or by answers of the device.
+        its arguments in place, or decides by draws of the host or by answers of the device. With `scheduler=`, also if
+        one is no `LRScheduler` of torch or changes more than rates, and if a rate is a tensor.
 
         Args:
             *args: trees of tensors of shape (K, ...) on the modules' device, and of hashable constants that all K calls
@@ -304,10 +313,8 @@ class GraphedFunction(GraphOwner):
         of the error says how many. Sync: only the calls that capture wait for the device. Aliasing: as for `__call__`.
         Memory: buffers for 16 times the arguments, beside those of the single calls.
         """
-        stack = Stack(args, kwargs, _device_in(args, kwargs), WORDS)
-        first: list[Any] = []
-        if self._finds:
-            first = [self(*given, **named) for given, named in [stack.inputs(0)]]
+        stack = Stack(args, kwargs, _device_in(args, kwargs), WORDS, stack_padding(self._buckets))
+        first = [self._padded_call(*stack.inputs(0))] if self._finds else []
         engine = self._engine_for(args, kwargs)
         return engine.turn.call(self._scan.run, stack, partial(self._call, engine), self._called, first)
 
@@ -328,25 +335,38 @@ class GraphedFunction(GraphOwner):
         finally:
             self._optimizers, self._options = given, options
         with found.finding():
-            outputs = engine.turn.call(self._call, engine, args, kwargs)
+            outputs = engine.turn.call(self._call, engine, args, kwargs).returned
         self._finds, problem = False, ""
         try:
-            _device_of(*found.declared())
+            device_of_all(*found.declared())
             self._declare(*found.declared())
         except (ValueError, NotImplementedError) as error:
             problem = str(error)
         self._engine = self._make_engine(found.device, problem)
         self._engine.run(WARM_UP, lambda: None)  # counts the call
+        if problem and options.graph == "off" and self._compile is not None:  # else the engine says so
+            warnings.warn(f"{self._name}: {problem}", AmpkitWarning, stacklevel=users_level())
         if not problem:
             self._function.keep_gradients(found.gradients())
         return outputs
 
-    def _call(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], *, schedules: bool = True
+    ) -> FunctionOutput:
         if self._ranks is not None and self._ranks.sharded:
             self._ranks.gather(self._name)  # the engine compares the parameters with those of the last call
-        outputs = engine(args, kwargs, self._phase)
+        failure: StepDoneError | None = None
+        try:
+            output: FunctionOutput = engine(args, kwargs, self._phase)
+        except StepDoneError as error:
+            output, failure = error.outputs, error
         self._called(1)
-        return outputs
+        for schedule, is_moved in zip(self._schedules, output.moves, strict=True):
+            if is_moved and schedules:
+                schedule.step()
+        if failure is not None:
+            raise failure
+        return output
 
     def _called(self, calls: int) -> None:
         """Take note of calls, made one by one or by one launch."""
@@ -363,7 +383,8 @@ class GraphedFunction(GraphOwner):
         if self._engine is None:
             return Report(0, 0, 0, 0, {}, 0, (), 0, None)
         skipped = None if self._scaler is None else self._scaler.skipped
-        return self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+        report = self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
+        return report if self._compiled is None else replace(report, **self._compiled.report())
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads: the kernels of each graph. None without `annotate=True`."""
@@ -376,6 +397,3 @@ def _device_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Return the device of the first tensor among the arguments, or else torch's default."""
     devices = (leaf.device for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor))
     return next(devices, torch.get_default_device())
-
-
-_NONE_DECLARED = "modules=() declares no module that could be captured by itself. Pass those that the function calls"

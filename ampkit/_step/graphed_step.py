@@ -230,14 +230,14 @@ def graphed_step(
         host_writes=host_writes,
         cuts=cuts,
     ).checked("graphed_step")
-    check_kinds(model, loss_fn, accumulate, buckets := read_buckets(buckets), numerics, before_step)
+    check_kinds(model, loss_fn, accumulate, buckets := read_buckets("graphed_step", buckets), numerics, before_step)
     free_whole_parameters(model)
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
     rounds = policy is not None and policy.rounding is not None
     optimizers = read_optimizers(optimizer, model, max_norm, rounds=rounds)
-    schedulers = read_schedulers(scheduler, optimizers)
+    schedulers = read_schedulers("graphed_step", scheduler, optimizers)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     if options.graph != "off" and scaler is None:
         hint_at_one_step(model, optimizers[0], loss_fn)

@@ -1,7 +1,10 @@
 """The scheduler that a step was given: stepped behind each optimizer step, and by nobody else."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from .._errors import AmpkitWarning
 from .._user_line import users_level
@@ -15,6 +18,7 @@ class Schedule:
     """Steps a scheduler, and warns once if the loop around the step does so too: the rate would fall twice as fast."""
 
     scheduler: Scheduler
+    where: str = "graphed_step"  # what messages call the step
     _left: float | None = None  # its count of steps where this object has left it
     _stepped_elsewhere: int = 0  # how many times in a row it had moved on since
 
@@ -25,7 +29,7 @@ class Schedule:
         self._stepped_elsewhere = self._stepped_elsewhere + 1 if moved else 0
         if self._stepped_elsewhere == _STEPS:
             warnings.warn(
-                f"graphed_step(scheduler={type(self.scheduler).__name__}): your loop steps the scheduler too, before "
+                f"{self.where}(scheduler={type(self.scheduler).__name__}): your loop steps the scheduler too, before "
                 f"each of the last {_STEPS} optimizer steps. The step does this itself. Leave out scheduler.step(), or "
                 "make the step without scheduler=.",
                 AmpkitWarning,
@@ -33,6 +37,12 @@ class Schedule:
             )
         self.scheduler.step()
         self._left = self._count()
+
+    def is_moved_by(self, stepped: Sequence[torch.optim.Optimizer]) -> bool:
+        """Return whether one of these optimizers is the scheduler's. If that does not tell its own, each one is."""
+        own = getattr(self.scheduler, "optimizer", None)
+        groups = getattr(own, "param_groups", None)
+        return any(groups is None or optimizer.param_groups is groups for optimizer in stepped)
 
     def _count(self) -> float | None:
         count = getattr(self.scheduler, "last_epoch", None)

@@ -1,9 +1,9 @@
 """The function of `graphed` as the engine calls it: its optimizers can be captured, and no gradient or cast is left."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,36 +13,55 @@ from .._capture.state.state import TrainingState
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
 from .._torch.autograd.backward_thread import run_backwards_here
+from .._torch.optimizers import noting_steps
 from .._torch.ranks.sharding import ShardedModules
 from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .outputs import check_outputs, mapped_outputs
+from .schedule import Schedule
 from .training_step import Phase
+
+
+class FunctionOutput(NamedTuple):
+    """What a call of `StepFunction` returns.
+
+    Attributes:
+        returned: what the user's function has returned.
+        moves: of each schedule whether an optimizer of its own was stepped, or skipped for an overflow.
+    """
+
+    returned: Any
+    moves: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class StepFunction:
-    """Calls the user's function.
+    """Calls the user's function. `_around(args, kwargs)` returns the context in which that runs.
 
     Attributes:
+        modules: what it may change, by the paths in messages.
         groups: the param groups of optimizers that can be captured.
+        name: what messages call it.
+        state: all that it may change.
+        schedules: what is stepped behind calls.
     """
 
     _fn: Callable[..., Any]
-    _modules: Sequence[nn.Module]
-    _paths: Sequence[str]  # of the modules, in messages
+    modules: Mapping[str, nn.Module]
     groups: Sequence[CapturableGroups]
     _scaler: GradScaler | None
     _shards: ShardedModules
-    _name: str
-    _state: TrainingState
+    name: str
+    state: TrainingState
     _keeps: bool  # whether there are graphs. Without any, gradients are left as they are
+    schedules: Sequence[Schedule] = ()
+    _around: Callable[..., AbstractContextManager[None]] | None = None
     _numbers: dict[nn.Parameter, int] = field(default_factory=dict)  # of parameters that were left a gradient
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the declared modules and all in them, each once, by their paths in messages."""
         seen: set[nn.Module] = set()
-        for path, module in zip(self._paths, self._modules, strict=True):
+        for path, module in self.modules.items():
             yield from module.named_modules(seen, path)
 
     def keep_gradients(self, before: Sequence[Tensor | None]) -> None:
@@ -54,13 +73,14 @@ class StepFunction:
         set_gradients(params, self._left_gradients(params, before))
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [param for module in self._modules for param in module.parameters()]
+        return [param for module in self.modules.values() for param in module.parameters()]
 
-    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> FunctionOutput:
         self._shards.gather()
         params = self._parameters()
         gradients = [param.grad for param in params]
-        with self._state.carrying(), Undo() as undo, ExitStack() as stack:
+        stepped: list[torch.optim.Optimizer] = []
+        with self.state.carrying(), Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
             undo.note(torch.clear_autocast_cache)
             undo.note(set_gradients, params, gradients)
@@ -69,19 +89,22 @@ class StepFunction:
             torch.clear_autocast_cache()  # the caller's autocast may have casts of weights that have changed since
             if self._scaler is not None:
                 stack.enter_context(self._scaler.unwatched())
+            if self.schedules:
+                stack.enter_context(noting_steps(stepped.append))
             for groups in self.groups:
                 stack.enter_context(groups.applied())
             with Undo() as steps:
                 if self._scaler is not None:
                     steps.note(self._scaler.forgetting())
                 args, kwargs = own_batch((args, kwargs))
-                outputs = self._fn(*args, **kwargs)
+                with nullcontext() if self._around is None else self._around(args, kwargs):
+                    outputs = self._fn(*args, **kwargs)
                 steps.forget()
-            check_outputs(outputs, self._name, "", "The function has run: what it changes is changed.")
-            outputs = mapped_outputs(outputs, lambda output: self._state.carried.apart(output.detach()))
+            check_outputs(outputs, self.name, "", "The function has run: what it changes is changed.")
+            outputs = mapped_outputs(outputs, lambda output: self.state.carried.apart(output.detach()))
             left = self._left_gradients(params, gradients)
         set_gradients(params, left)  # they lie in no graph's pool
-        return outputs
+        return FunctionOutput(outputs, tuple(schedule.is_moved_by(stepped) for schedule in self.schedules))
 
     in_parts = __call__  # the function steps its optimizers itself
 
@@ -101,9 +124,9 @@ class StepFunction:
                     made = before
                 else:
                     name = f"gradient {self._numbers.setdefault(param, len(self._numbers))}"
-                    kept = self._state.own.get(name)
+                    kept = self.state.own.get(name)
                     if kept is None or (kept.shape, kept.dtype, kept.device) != (made.shape, made.dtype, made.device):
-                        kept = self._state.own[name] = torch.empty_like(made)
+                        kept = self.state.own[name] = torch.empty_like(made)
                     copies[local_shard(kept)] = local_shard(made).detach()
                     made = kept
             left.append(made)

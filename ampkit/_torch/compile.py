@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,6 +241,17 @@ class Compiler:
             yield
 
     @contextmanager
+    def for_many_backwards(self) -> Iterator[None]:
+        """Context in which backward may go through compiled code more than once (`retain_graph=True`).
+
+        Outside of it, backward reuses the memory of what forward has kept, and raises an error in such a case.
+        """
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        private(functorch, "donated_buffer")
+        with functorch.patch(donated_buffer=False):
+            yield
+
+    @contextmanager
     def noting_breaks(self) -> Iterator[list[GraphBreak]]:
         """Context that yields a list, in which the graph breaks of compilations in the context are at its end."""
         dynamo: Any = importlib.import_module("torch._dynamo.output_graph")
@@ -302,13 +313,14 @@ def cudagraphs_of_its_own(compiled: object) -> bool:
     return any(config.get("triton.cudagraphs", False) for config in configs if config)
 
 
-def compiled_part(model: nn.Module, loss_fn: object) -> str:
-    """Return the name of what torch.compile has compiled already, "" if it has compiled nothing of the two."""
-    if hasattr(loss_fn, "get_compiler_config"):
-        return "loss_fn"
-    for name, module in model.named_modules():
-        if is_compiled(module) or is_compiled_in_place(module):
-            return f"model.{name}" if name else "model"
+def compiled_part(models: Mapping[str, nn.Module], name: str, function: object) -> str:
+    """Return the name of what torch.compile has compiled already, "" if that is neither the function nor a module."""
+    if hasattr(function, "get_compiler_config"):
+        return name
+    for path, model in models.items():
+        for inside, module in model.named_modules():
+            if is_compiled(module) or is_compiled_in_place(module):
+                return f"{path}.{inside}" if inside else path
     return ""
 
 

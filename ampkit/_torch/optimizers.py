@@ -2,11 +2,16 @@
 
 import importlib
 import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._undo import Undo
 from .guard import private
 from .tensors.modules import is_of_torch
 
@@ -96,3 +101,34 @@ def remove_step_hook(hook: Any) -> None:
     """Remove what `register_optimizer_step_pre_hook` was given, if it is there."""
     for key in [key for key, held in HOOKS_OF_ALL[0].items() if held is hook]:
         HOOKS_OF_ALL[0].pop(key, None)
+
+
+def _remove_note(note: "_Note") -> None:
+    _noting[:] = [other for other in _noting if other is not note]
+
+
+_Note = Callable[[torch.optim.Optimizer], object]
+_noting: list[_Note] = []
+
+
+def announce_step(optimizer: torch.optim.Optimizer) -> None:
+    """Say that an optimizer is to step, which it does not if a gradient is not finite."""
+    for note in _noting:
+        note(optimizer)
+
+
+@contextmanager
+def noting_steps(note: _Note) -> Iterator[None]:
+    """Context in which `note` is called with each optimizer that this thread steps, or skips for an overflow."""
+    thread = threading.get_ident()
+
+    def noted(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if threading.get_ident() == thread:
+            note(optimizer)
+
+    with Undo() as undo:
+        undo.note(remove_step_hook, noted)
+        register_optimizer_step_pre_hook(noted)
+        undo.note(_remove_note, noted)
+        _noting.append(noted)
+        yield

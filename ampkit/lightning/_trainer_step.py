@@ -27,7 +27,6 @@ from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
-from .._torch.compile import GraphBreak
 from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable
 from ._metric_calls import all_made
@@ -68,18 +67,16 @@ class CompiledBatchStep(CompiledTrainingStep):
     """A compiled step whose loss function compiles a part of itself.
 
     The loss function gets `call` in a call that is compiled: `call(function, module, args, {})` calls
-    `function(module, *args)` as compiled code.
+    `function(module, *args)` as compiled code. `self.log` ends a graph there, as its calls are noted by Python.
     """
+
+    intended = (*CompiledTrainingStep.intended, "_LogRecorder")
 
     def _call_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = self._layout
         if layout is None or layout.problem:
             return super()._call_loss(args, kwargs)
         return self._loss_fn(self._model, *args, **kwargs, call=self._compiled_loss(layout))
-
-    def _say_breaks(self, layout: Any, breaks: list[GraphBreak]) -> None:
-        """Say nothing of `self.log`: its calls are noted outside of compiled code, as Lightning's own would be."""
-        super()._say_breaks(layout, [found for found in breaks if "_LogRecorder" not in found.text])
 
 
 def training_step_of(module: nn.Module, *args: Any) -> Any:

@@ -55,7 +55,7 @@ ROOMS = {
         "many": ".",
         "compile": ".",
         "parts": ".",
-        "graphed.py": ". many parts",
+        "graphed.py": ". many compile parts",
         "graphed_step.py": ". many compile parts",
     },
 }

@@ -324,6 +324,11 @@ def forecast() -> debug.MemoryProfile:
     return FORECASTS[0]
 
 
+def a_loop() -> tuple[nn.Module, Callable[..., Tensor]]:
+    model = nn.Linear(X.shape[-1], 1)
+    return model, lambda x: model(x).sum()
+
+
 def entered(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(**given: Any) -> None:
         with function(**{"folder": "unused", **given}):
@@ -372,6 +377,9 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "custom_bwd": ampkit.custom_bwd,
     "custom_fwd": ampkit.custom_fwd,
     "debug.compare": lambda **given: debug.compare(**{"fn_a": list, "fn_b": list, **given}),
+    "debug.compare_loops": lambda **given: debug.compare_loops(
+        **{"old": a_loop, "new": a_loop, "batches": [(X,)], **given}
+    ),
     "debug.cycles": with_first(debug.cycles, make=lambda: None),
     "debug.find_syncs": with_first(debug.find_syncs, make=lambda: None),
     "debug.forecast": of_a_step(debug.forecast, batch=(X, Y), device="cpu"),

@@ -111,7 +111,7 @@ class Trial:
     """
 
     def __init__(self, subject: Subject) -> None:
-        buckets = read_buckets(subject.options.get("buckets"))
+        buckets = read_buckets("graphed_step", subject.options.get("buckets"))
         self.chooses_sizes = buckets is not None and is_auto(buckets.batch)
         if buckets is not None and self.chooses_sizes:
             # It would watch all calls of a trial. No bucket of 1 holds a batch, so that these stay as they come.

@@ -1,9 +1,10 @@
 """Which training step a value of `compile=` asks for, and which models can be compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..._arguments import check_choice
 from ..._capture.engine.options import Options
@@ -23,17 +24,42 @@ def check_compile(where: str, compile: object, model: nn.Module, loss_fn: object
     if compile is None:
         return
     check_choice(where, "compile", compile, COMPILE)
-    if part := compiled_part(model, loss_fn):
-        raise ValueError(
-            f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
-            "compile=None."
-        )
+    _refuse_compiled(where, compile, {"model": model}, "loss_fn", loss_fn)
     if problem := why_not_compiled(model) or (why_not_sharded(model) if is_sharded(model) else ""):
         raise NotImplementedError(f"{where}(compile={compile!r}): {problem} Or pass compile=None.")
     if observer is not None:
         raise NotImplementedError(
             f"{where}(compile={compile!r}, numerics=...): compiled code has no modules whose outputs could be "
             "measured. Pass compile=None while you measure."
+        )
+
+
+def check_compiled_modules(
+    where: str, compile: object, modules: Mapping[str, nn.Module], name: str, function: object
+) -> None:
+    """Raise a `ValueError` or a `NotImplementedError` unless the modules of a function can be compiled."""
+    if not modules:
+        raise ValueError(
+            f"{where}(compile={compile!r}): modules=() declares no module that could be compiled. Pass those that the "
+            "function calls, or compile=None."
+        )
+    _refuse_compiled(where, compile, modules, name, function)
+    inside = [part for module in modules.values() for part in module.modules()]
+    if any(isinstance(part, DistributedDataParallel) for part in inside) or any(map(is_sharded, modules.values())):
+        raise NotImplementedError(
+            f"{where}(compile={compile!r}): modules under DistributedDataParallel or fully_shard are compiled by "
+            "graphed_step alone. Use that, or pass compile=None."
+        )
+
+
+def _refuse_compiled(
+    where: str, compile: object, modules: Mapping[str, nn.Module], name: str, function: object
+) -> None:
+    """Raise a `ValueError` if one of the modules, or the function, is compiled already."""
+    if part := compiled_part(modules, name, function):
+        raise ValueError(
+            f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "
+            "compile=None."
         )
 
 

@@ -2,9 +2,7 @@
 
 import functools
 import operator
-import sys
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,17 +12,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._capture.engine.layouts import MAX_LAYOUTS
-from ..._capture.keys.inputs import read_batch
+from ..._capture.keys.inputs import Spec, read_batch
 from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
-from ..._errors import AmpkitWarning, CaptureError
+from ..._errors import CaptureError
 from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from ..._optimizer.device_step import Prepared
 from ..._optimizer.step_kind import why_not_capturable
-from ..._text import ProgressBar, dtype_name
+from ..._text import dtype_name
 from ..._torch.compile import (
     Compiler,
-    GraphBreak,
     call_compiled,
     notice_compiled_code,
     uncompiled_call,
@@ -32,17 +29,17 @@ from ..._torch.compile import (
 )
 from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace
-from ..._user_line import WarnOnce, innermost_users_line
 from ..training_step import PartOfStep, Phase, TrainingStep
 from ..working_weights import LOW, WorkingWeights, add_cast
-from .compiled_writes import GOES_ON, CompiledWrites, why_failed
+from .compilations import Compilations
+from .compiled_writes import CompiledWrites, why_failed
 
 _COPY = "the working weight of parameter"
 # As torch.compile(options=...) takes them. Combo kernels do small operations that do not depend on each other in one
 # kernel. All operations in it have the same block size, with which a LayerNorm's sums along rows and along columns took
 # ten times as long as with the best ones of each (GPT-2, torch 2.11, H200). "max" times block sizes. "default" does
 # not, so it combines no reductions. Graphs of Inductor's own could not be captured in another one.
-_OPTIONS: dict[str, dict[str, Any]] = {
+INDUCTOR_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {
         "triton.cudagraphs": False,
         "epilogue_fusion": True,
@@ -91,11 +88,9 @@ class CompiledTrainingStep(TrainingStep):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._where = f"{name}(compile={compile!r})"
-        self._raises = raises
+        self._compilations = Compilations(f"{name}(compile={compile!r})", raises, self.intended)
         self._generators = generators
-        self.compiler = Compiler(_OPTIONS[compile])
-        self._seconds = 0.0
+        self.compiler = Compiler(INDUCTOR_OPTIONS[compile])
         self._layouts: dict[Hashable, CompiledLayout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
@@ -103,12 +98,10 @@ class CompiledTrainingStep(TrainingStep):
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
-        self._writes = CompiledWrites(self.compiler, self._where, raises=raises)
-        self._failed = ""  # what could not be compiled, with `raises`: what the next call raises
+        self._writes = CompiledWrites(self.compiler, self._compilations.where, raises=raises)
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
         self._layout: CompiledLayout | None = None  # of the call that runs; None for a call that is not compiled
         self._leaves: list[Any] = []  # of the batch of the call that runs
-        self._warn = WarnOnce(self._where, AmpkitWarning)
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch."""
@@ -136,15 +129,14 @@ class CompiledTrainingStep(TrainingStep):
         problems += [name for name, function in given.items() if function is not None]
         lines += [f"not compiled: {problem}" for problem in problems]
         lines += [f"graph break: {text}" for layout in self._layouts.values() for text in layout.breaks]
-        return {"compile_s": round(self._seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
+        return {"compile_s": round(self._compilations.seconds, 3), "compiled": tuple(dict.fromkeys(lines))}
 
     def _compiled_passes(self, done: "list[CompiledLayout]") -> list[str]:
         """Return the lines of the report on forward and backward of the layouts that were compiled."""
         return [f"compiled: forward and backward, for {len(done)} layout(s) of the batch"] if done else []
 
     def _call(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool) -> PartOfStep:
-        if self._failed:
-            raise CaptureError(self._failed)
+        self._compilations.refuse_failed()
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
         spec, leaves = read_batch(args, kwargs, self.device)
         params = list(self._parameters().values())
@@ -154,14 +146,7 @@ class CompiledTrainingStep(TrainingStep):
             for name in [name for name in self.gradients if name.startswith(_COPY)]:
                 del self.gradients[name]
             self._known = params
-        kind = self.device.type
-        key = (
-            spec,
-            tuple(module.training for module in self._model.modules()),
-            tuple(param.requires_grad for param in self._known),
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            torch.is_grad_enabled(),
-        )
+        key = settings_of(spec, self._model.modules(), self._known, self.device.type)
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
@@ -225,7 +210,8 @@ class CompiledTrainingStep(TrainingStep):
             # Another rank may be in a call that compiles nothing, in which no working weights are in place.
             in_place, masters = (sum(p.nbytes for p in found) for found in (self._model.parameters(), self._known))
             alone = self.ranks.reducers.alone(in_place / masters)
-            with self._compiling("forward and backward"), self.compiler.noting_breaks() as breaks, alone:
+            compiling = self._compilations.compiling("forward and backward")
+            with compiling, self.compiler.noting_breaks() as breaks, alone:
                 outputs = self._compiled_pass(layout, args, kwargs)
         except Exception as error:
             # Once more without the compiler, from the state before the call. If that raises too, it was not the
@@ -237,14 +223,14 @@ class CompiledTrainingStep(TrainingStep):
             except BaseException:
                 layout.problem, layout.call = "", None
                 raise
-            if self._raises:
+            if self._compilations.raises:
                 restore()
                 problem, layout.problem, layout.call = layout.problem, "", None
-                raise CaptureError(f"{self._where}: not compiled: {problem}") from error
-            self._warn(f"not compiled: {layout.problem}. {GOES_ON}")
+                raise CaptureError(f"{self._compilations.where}: not compiled: {problem}") from error
+            self._compilations.say_left_out(layout.problem)
             return outputs
         layout.ready = True
-        self._say_breaks(layout, breaks)
+        layout.breaks += self._compilations.named_breaks(breaks)
         if not self.ranks.wrappers:
             return outputs
         del outputs
@@ -271,7 +257,8 @@ class CompiledTrainingStep(TrainingStep):
         loss, aux = self._forward(args, kwargs)
         # Backward from `loss * scale / accumulate` would begin with the same gradient. That takes three kernels more:
         # the product, its backward, and a tensor of ones.
-        if (scale := self.scaler.tensors().get("scale")) is not None:
+        scale = self.scaler.tensors().get("scale") if self.scaler.is_enabled() else None  # a guard has none
+        if scale is not None:
             scale = scale.to(loss.dtype)
             seed = scale / self._accumulate if self._accumulate > 1 else scale
         else:
@@ -306,50 +293,17 @@ class CompiledTrainingStep(TrainingStep):
                 try:
                     update = self._update.prepared(self._kept)
                     if update is not None:  # else it cannot be done by compiled code in this call
-                        with nullcontext() if update.key in self._update.ready else self._compiling("the update"):
+                        is_ready = update.key in self._update.ready
+                        with nullcontext() if is_ready else self._compilations.compiling("the update"):
                             self._update.run(update)
                         is_done = True
                 except Exception as error:  # the whole function is compiled before it runs, so nothing has changed
                     self._why_update_not = why_failed(error)
-                    self._say_problem(f"update, since {self._why_update_not}")
+                    self._compilations.say_problem(f"update, since {self._why_update_not}")
         if is_done:
             return
         add_cast(list(self._kept.items()))
         super()._step_optimizer(prepared)
-
-    @contextmanager
-    def _compiling(self, part: str) -> Iterator[None]:
-        """Context for a compilation, which it times. On a terminal it says what is compiled, and how long that took."""
-        start, bar = time.perf_counter(), ProgressBar(1)
-        try:
-            bar.show(f"{self._where}: compiling {part}")
-            yield
-        finally:
-            bar.clear()
-            seconds = time.perf_counter() - start
-            self._seconds += seconds
-        if sys.stderr.isatty():
-            done = part.removeprefix("the ")
-            print(f"{self._where}: {done} compiled in {seconds:.1f} s", file=sys.stderr, flush=True)
-
-    def _say_problem(self, problem: str) -> None:
-        """Say that a part is not compiled, of which the call that runs has done some already."""
-        text = f"not compiled: {problem}."
-        if self._raises:  # in the next call
-            self._failed = self._failed or f"{self._where}: {text}"
-        else:
-            self._warn(f"{text} {GOES_ON}")
-
-    def _say_breaks(self, layout: "CompiledLayout", breaks: list[GraphBreak]) -> None:
-        for found in breaks:
-            if any(text in found.text for text in self.intended):
-                continue
-            line = innermost_users_line(found.places)
-            layout.breaks.append(f"{line} - {found.reason}" if line else found.reason)
-            self._warn(
-                f"a graph break: {layout.breaks[-1]}. What comes before and behind this line is compiled in two parts, "
-                "and the line itself is not."
-            )
 
 
 @dataclass(eq=False)
@@ -363,6 +317,20 @@ class CompiledLayout:
     ready: bool = False  # whether forward and backward were compiled
     problem: str = ""  # why they are not compiled; "" if they are, or may be
     breaks: list[str] = field(default_factory=list)  # in words
+
+
+def settings_of(spec: Spec, modules: Iterable[nn.Module], params: Sequence[nn.Parameter], kind: str) -> Hashable:
+    """Return what compiled code is made for: a layout of arguments, and the modes that they are computed in.
+
+    `kind` is the type of the device.
+    """
+    return (
+        spec,
+        tuple(module.training for module in modules),
+        tuple(param.requires_grad for param in params),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.is_grad_enabled(),
+    )
 
 
 def compiled_around(

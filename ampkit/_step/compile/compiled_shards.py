@@ -11,21 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..._capture.state.snapshot import Snapshot
-from ..._capture.state.state import TrainingState
 from ..._torch.compile import Compiler, call_compiled, uncompiled_call, untraced
 from ..._torch.ranks.sharding import wrapped_modules
-from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
 from .compiled import CompiledLayout, CompiledTrainingStep, call_loss
+from .compiled_parts import CompiledParts, is_one_layer, listed
 from .compiled_writes import why_failed
 
 LOSS = "the loss"
 _WHY = "ampkit compiles the modules under fully_shard by themselves"  # a graph ends at the call of such a module
-_SHOWN = 5  # names in a line
 _Calling = list[tuple[nn.Module, Callable[..., Any]]]  # modules, and what is called instead
 
 
-class CompiledShards:
+class CompiledShards(CompiledParts):
     """The compiled code of a loss, and of the modules that it calls, for one layout of its arguments.
 
     `fully_shard` gathers parameters in hooks before a module's forward, and frees them in hooks behind it. No compiler
@@ -39,24 +37,23 @@ class CompiledShards:
     """
 
     def __init__(self, model: nn.Module, compiler: Compiler, generators: Sequence[torch.Generator]) -> None:
-        self._compiler, self._generators = compiler, generators
+        super().__init__(list(model.buffers()), generators)
+        self._compiler = compiler
         self._compiled_loss = compiler.compiled(call_loss)
-        self._buffers = list(model.buffers())
         self._first = False  # whether the call that runs compiles
         self._leaves: Sequence[Any] = ()  # of the batch of that call
         self._calls: _ModelCalls | None = None  # the calls that the loss makes of the model, while it is compiled
-        self.problems: dict[str, str] = {}  # why a part is not compiled, by its name
         eager, wrapped, between = parts_of(model)
         names = {module: name or "the model" for name, module in model.named_modules()}
         self.names = [LOSS, *(names[module] for module in (*wrapped, *between))]
         self._outer: _Calling = [(module, untraced(partial(self._call_outer, module), _WHY)) for module in eager]
         forward, call = map(compiler.compiled, (_call, uncompiled_call))  # modules that are alike share their code
         self._forwards: _Calling = [
-            (module, partial(self._run, names[module], partial(forward, module.forward), module.forward))
+            (module, partial(self.run, names[module], partial(forward, module.forward), module.forward))
             for module in wrapped
         ]
         self._between: _Calling = [
-            (module, partial(self._run, names[module], partial(call, module), partial(uncompiled_call, module)))
+            (module, partial(self.run, names[module], partial(call, module), partial(uncompiled_call, module)))
             for module in between
         ]
 
@@ -66,9 +63,10 @@ class CompiledShards:
             return call_loss(*args)
         if not self._first:
             return self._compiled_loss(*args)
-        before, calls = self._snapshot(self._leaves), _ModelCalls()
+        before, calls = self.snapshot(self._leaves), _ModelCalls()
         with Undo() as undo:
             replace(undo, self, "_calls", calls)
+            replace(undo, self, "watches", True)
             try:
                 return self._compiled_loss(*args)
             except Exception as error:
@@ -98,14 +96,6 @@ class CompiledShards:
             replace(undo, self, "_leaves", leaves)
             yield
 
-    def problem_texts(self) -> list[str]:
-        """Return what is not compiled, and why: parts with the same reason together."""
-        reasons = dict.fromkeys(self.problems.values())
-        return [
-            f"{_listed([name for name, why in self.problems.items() if why == reason])}, since {reason}"
-            for reason in reasons
-        ]
-
     def _call_outer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module that communicates. In a loss that is called again, return what the same call has returned."""
         calls = self._calls
@@ -123,27 +113,8 @@ class CompiledShards:
             raise
         finally:
             calls.within = False
-        calls.made.append((returned, self._snapshot(self._leaves)))
+        calls.made.append((returned, self.snapshot(self._leaves)))
         return returned
-
-    def _run(self, name: str, compiled: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a part of the model that communicates nothing."""
-        if name in self.problems:
-            return call(*args, **kwargs)
-        if self._calls is None:  # also where a backward calls it again, which ends it by an error of torch's own
-            return compiled(*args, **kwargs)
-        before = self._snapshot(tree_flatten((args, kwargs))[0])  # of a graph break: what comes before it has run
-        try:
-            return compiled(*args, **kwargs)
-        except Exception as error:
-            before.restore()
-            returned = call(*args, **kwargs)  # if this raises too, it was not the compiler that failed
-            self.problems[name] = why_failed(error)
-            return returned
-
-    def _snapshot(self, leaves: Sequence[Any]) -> Snapshot:
-        state = TrainingState({}, [], own={str(i): buffer for i, buffer in enumerate(self._buffers)})
-        return Snapshot(state, self._generators, leaves, on_host=True)
 
 
 @dataclass(eq=False)
@@ -175,23 +146,12 @@ def parts_of(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[n
             left += module.children()
         else:
             between.append(module)
-    single = {
-        module
-        for module in (*whole, *between)
-        if getattr(module.forward, "__module__", "").startswith("torch.nn.modules.") and not [*module.children()]
-    }
-    return eager, [each for each in whole if each not in single], [each for each in between if each not in single]
+    whole, between = ([each for each in found if not is_one_layer(each)] for found in (whole, between))
+    return eager, whole, between
 
 
 def _call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names in a line, with dots in place of most if there are many."""
-    if len(names) <= _SHOWN:
-        return ", ".join(names)
-    return f"{', '.join(names[: _SHOWN - 2])}, ..., {names[-1]} ({len(names)} parts)"
 
 
 class ShardedCompiledStep(CompiledTrainingStep):
@@ -218,17 +178,18 @@ class ShardedCompiledStep(CompiledTrainingStep):
     def _compile(self, layout: CompiledLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         shards = self._compiled_loss(layout)
         compiling = shards.compiling(self._leaves)
-        with self._compiling("forward and backward"), self.compiler.noting_breaks() as breaks, compiling:
+        timing = self._compilations.compiling("forward and backward")
+        with timing, self.compiler.noting_breaks() as breaks, compiling:
             outputs = self._compiled_pass(layout, args, kwargs)
         layout.ready = True
-        self._say_breaks(layout, breaks)
+        layout.breaks += self._compilations.named_breaks(breaks)
         for problem in shards.problem_texts():
-            self._say_problem(problem)
+            self._compilations.say_problem(problem)
         return outputs
 
     def _compiled_passes(self, done: list[CompiledLayout]) -> list[str]:
         parts = [self._compiled_loss(layout) for layout in done]
-        compiled = [_listed([name for name in shards.names if name not in shards.problems]) for shards in parts]
+        compiled = [listed([name for name in shards.names if name not in shards.problems]) for shards in parts]
         counted = Counter(filter(None, compiled))
         lines = [
             f"compiled: forward and backward of {text}, for {n} layout(s) of the batch" for text, n in counted.items()

@@ -1,6 +1,5 @@
 """Many steps per call: the slices of stacked inputs go through graphs of up to 16 steps, or one by one."""
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,17 +11,14 @@ from ..._batches.padding import Padding
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.fallback import StepDoneError
 from ..._capture.engine.multi_step import Noting, Steps
-from ..._capture.host.constants import are_same
 from ..._capture.keys.inputs import flatten
 from ..._capture.keys.key import Key
-from ..._optimizer.param_groups import CapturableGroups, RateTable
 from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
+from .rates_ahead import RatesAhead, RateTables
 from .slices import Slices, in_order, micro_batches
 from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
-
-Rates = Sequence[Any]  # by param group
 
 MOST = 16  # calls per launch; a window of micro-batches that begins within these is done to its end
 # What a launch counts for until the host reads whether training has stopped: as 16, it would wait for the one before.
@@ -47,7 +43,6 @@ class Scan:
         self._engine, self._step, self._padding = engine, step, padding
         self._slices, self._window, self._size = slices, slices.window, slices.size
         schedule = self._schedule = next(iter(schedules), None)
-        self._groups = optimizers[0]
         # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
@@ -55,12 +50,13 @@ class Scan:
         self._may_launch = known and step.observer is None and not step.ranks.several
         # In windows; one call is a single call.
         self._lengths = range(1 + (slices.size == 1), -(-MOST // slices.size) + 1)
-        self._tables: dict[int, RateTable] = {}  # by the number of param groups
+        self._rates = RatesAhead([step.groups], self._lengths[-1])
         self._warming = False  # whether a call of this scan was made to get a graph
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         """Do the calls of a stack; return their outputs, stacked."""
-        stack = Stack(args, kwargs, self._step.device, SCAN, self._padding)
+        pad = None if self._padding is None else self._padding.stack
+        stack = Stack(args, kwargs, self._step.device, SCAN, pad)
         self._warming = False
 
         def launched(start: int) -> tuple[int, StackedOutputs] | None:
@@ -84,16 +80,13 @@ class Scan:
         phases = self._slices.phases(stack.spec)
         if number is None or phases is None:
             return None
-        count, groups = len(self._groups.param_groups), self._step.groups
-        if count not in self._tables:
-            self._tables[count] = groups.table(self._lengths[-1])
-        table = self._tables[count]
+        tables = self._rates.tables()
         steps = Steps(
             key=Key(stack.spec_of(self._lengths[-1] * self._size), phases, number),
             singles=[Key(stack.spec, phase, number) for phase in phases],
             lengths=self._lengths,
-            captured=partial(_windows, self._step.captured, groups, table, self._size),
-            eager=partial(_windows, self._step, groups, table, self._size),
+            captured=partial(_windows, self._step.captured, tables, self._size),
+            eager=partial(_windows, self._step, tables, self._size),
         )
         # What is left behind warm-up calls is a length that no later scan may have.
         graph = self._engine.find(steps, windows, may_capture=windows == self._lengths[-1] or not self._warming)
@@ -104,9 +97,9 @@ class Scan:
         leaves = [leaf[rows] if isinstance(leaf, Tensor) else leaf for leaf in stack.leaves]
         self._window.refuse_stopped(_CALLS_OF_A_LAUNCH)
         graph.inputs.refuse_shared(leaves)  # before the schedule moves on
-        rates, entries = self._rates_ahead(windows, table)
-        if len(rates) < windows:
-            return self._with_rates(rates, entries, stack, start)
+        known = self._rates.step([] if self._schedule is None else [self._schedule], windows)
+        if known < windows:
+            return self._with_rates(known, stack, start)
         failure: StepDoneError | None = None
         try:
             out: StackedOutputs = self._engine.launch(steps, windows, leaves)
@@ -117,48 +110,13 @@ class Scan:
             raise failure
         return out
 
-    def _rates_ahead(self, windows: int, table: RateTable) -> tuple[list[Rates], list[dict[str, Any]]]:
-        """Step the scheduler ahead, and write the learning rates of the windows to the table.
-
-        Returns:
-            The rates of the param groups, by window: fewer than `windows` if the scheduler changes more than rates.
-            Then it was stepped as often as there are rates. And the entries of the param groups before that.
-        """
-        groups = self._groups.param_groups
-        # With copies of lists of numbers, which may change in place.
-        entries = [
-            {key: [*value] if type(value) is list and key != "params" else value for key, value in group.items()}
-            for group in groups
-        ]
-        table.begin()
-        if self._schedule is None:
-            table.add([group.get("lr") for group in groups], windows)
-            table.write()
-            return [()] * windows, entries
-        rates: list[Rates] = []
-        while len(rates) < windows and all(map(_only_rate_differs, entries, groups)):
-            now = [group.get("lr") for group in groups]
-            table.add(now)
-            # A scheduler changes a tensor in place.
-            rates.append([rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in now])
-            self._schedule.step()
-        table.write()
-        return rates, entries
-
-    def _with_rates(
-        self, rates: list[Rates], entries: list[dict[str, Any]], stack: Stack, start: int
-    ) -> StackedOutputs:
-        """Do windows one by one that the scheduler was stepped ahead of, with these rates and other entries."""
+    def _with_rates(self, windows: int, stack: Stack, start: int) -> StackedOutputs:
+        """Do windows one by one that the scheduler was stepped ahead of."""
         outs = []
-        groups = self._groups.param_groups
-        with Undo() as undo:
+        with Undo() as undo, self._rates.one_by_one() as put_rates:
             replace(undo, self._window, "after", None)
-            for group in groups:
-                undo.note(group.update, dict(group))
-            for window, of_groups in enumerate(rates):
-                for group, values, rate in zip(groups, entries, of_groups, strict=True):
-                    group.update(values)
-                    group.update({"lr": rate} if "lr" in group else {})
+            for window in range(windows):
+                put_rates(window)
                 begin = start + window * self._size
                 outs += [self._slices.call(stack, begin + place) for place in range(self._size)]
         return stacked(outs)
@@ -166,8 +124,7 @@ class Scan:
 
 def _windows(
     call: Callable[..., PartOfStep],
-    groups: CapturableGroups,
-    table: RateTable,
+    tables: RateTables,
     size: int,
     windows: int,
     noting: Noting,
@@ -179,16 +136,6 @@ def _windows(
     done: list[PartOfStep] = []
     for window in range(windows):
         places = range(window * size, (window + 1) * size)
-        with groups.reading(table.rows[window]):
+        with tables.reading(window):
             done += micro_batches(call, leaves, tree, places, noting)
     return stacked([part.output for part in done], views=True)
-
-
-def _only_rate_differs(before: dict[str, Any], group: dict[str, Any]) -> bool:
-    """Return whether a param group has the entries that it had, learning rates aside."""
-    if [*before] != [*group]:
-        return False
-    changed = [
-        key for key, same in zip(group, map(operator.is_, before.values(), group.values()), strict=True) if not same
-    ]
-    return all(key in ("lr", "initial_lr") or are_same(before[key], group[key]) for key in changed)

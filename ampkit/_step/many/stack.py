@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._batches.padding import Padding
 from ..._capture.keys.inputs import Constant, Spec, TensorSpec, check_plain, flatten, path, read_batch
 from ..._errors import InputMismatch
 from ..._text import dtype_name
@@ -30,6 +29,12 @@ SCAN = Words("scan", "step", "steps")
 class Stack:
     """Inputs of several calls: trees of tensors with equal dimension 0, and of constants that all calls get.
 
+    Args:
+        args, kwargs: the inputs.
+        device: where the tensors must be.
+        words: what messages say.
+        pad: `pad(args, kwargs, count)` returns the inputs of so many calls as these get them; None: as they are.
+
     Attributes:
         shown: the first tensor and its shape, in words.
         count: how many calls there are.
@@ -48,7 +53,7 @@ class Stack:
         kwargs: dict[str, Any],
         device: torch.device,
         words: Words,
-        padding: Padding | None = None,
+        pad: Callable[..., Any] | None = None,
     ) -> None:
         self.leaves, self.tree = flatten(args, kwargs)
         place = -1  # of the first tensor
@@ -81,8 +86,8 @@ class Stack:
         self.shown: str = f"{path(self.tree, place)} has shape {tuple(self.leaves[place].shape)}"
         if not self.count:
             raise InputMismatch(f"{words.method}: {self.shown}, which is for 0 {words.many}. Pass at least one.")
-        if padding is not None:
-            self.leaves, self.tree = flatten(*padding.stack(args, kwargs, self.count))
+        if pad is not None:
+            self.leaves, self.tree = flatten(*pad(args, kwargs, self.count))
         first, named = sliced(self.leaves, self.tree, 0)
         self.spec, _ = read_batch(first, named, device)
 

@@ -41,7 +41,8 @@ class WholeWindow:
                 f"window: {done} of {size} micro-batches of an optimizer step were given to step(...) already. Give it "
                 f"the other {size - done}, or call step.flush(), before step.window(...)."
             )
-        stack = Stack(args, kwargs, self._step.device, WORDS, self._padding)
+        pad = None if self._padding is None else self._padding.stack
+        stack = Stack(args, kwargs, self._step.device, WORDS, pad)
         if stack.count > size:
             raise ValueError(
                 f"window: {stack.shown}, which is for {stack.count} micro-batches, but an optimizer step has "

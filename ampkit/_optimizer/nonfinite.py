@@ -1,7 +1,8 @@
 """A guard against gradients that are not finite, without a loss scale: such a step is skipped, or training stops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .scaled_step import ScaledStep
 from .scaler import GradScaler
 from .sharded import ONE_RANK, OverRanks, on_shards
 from .step_kind import gradients, summed_parameters, takes_scale
+from .update.state_form import step_of
 
 SKIP, STOP = "skip", "stop"
 _LATE = 7  # calls behind its start, a copy to the host is read: the device has mostly passed it by then
@@ -71,7 +73,12 @@ class NonfiniteGuard(GradScaler):
         """Return the argument."""
         return outputs
 
-    def step_together(self, optimizers: Sequence[Optimizer], max_norm: float | None) -> None:
+    def step_together(
+        self,
+        optimizers: Sequence[Optimizer],
+        max_norm: float | None,
+        steps: Mapping[Optimizer, Callable[[], Any]] = MappingProxyType({}),
+    ) -> None:
         """See `GradScaler`."""
         grads, self.grad_norm, clip = gradients(*optimizers), None, None
         self._scaled_step.undecided = False
@@ -80,7 +87,8 @@ class NonfiniteGuard(GradScaler):
             clip = clip_coefficient(self.grad_norm, max_norm)
         self.found_inf = self._found(optimizers, self.grad_norm)
         for optimizer in optimizers:
-            self._scaled_step.step(optimizer, gradients(optimizer), self.found_inf, None, clip, optimizer.step)
+            step = steps.get(optimizer) or step_of(optimizer)
+            self._scaled_step.step(optimizer, gradients(optimizer), self.found_inf, None, clip, step)
         self._count()
 
     def _step(
@@ -96,7 +104,7 @@ class NonfiniteGuard(GradScaler):
             self._scaled_step.undecided = False
             self.grad_norm, divisor = clip_unscaled_(optimizer, max_norm, norm_type, over_ranks)
             self.found_inf = self._found([optimizer], self.grad_norm, over_ranks)
-            step, grads = partial(optimizer.step, *args, **kwargs), gradients(optimizer)
+            step, grads = partial(step_of(optimizer), *args, **kwargs), gradients(optimizer)
             stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, None, step)
             self._count()
             return stepped

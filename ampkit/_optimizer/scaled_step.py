@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.device.streams import is_capturing
@@ -75,7 +75,7 @@ class ScaledStep:
         changed: list[Tensor] | None = None
         if not takes_scale(optimizer) and (hidden := runs_beside_step(optimizer)):
             reason = f"has {hidden}, which must not run in a skipped step"
-        elif torch_class(optimizer) in (None, Muon):  # Muon keeps no step count, and has no kernel that skips
+        elif torch_class(optimizer) is None:
             changes = self.changes_of(optimizer)
             changed, reason = changes.known(optimizer), changes.incomplete
             self.undecided |= changed is None and not reason
@@ -106,7 +106,7 @@ class ScaledStep:
         remedy = f"Write {name}(..., {can[0]}=True)" if can else "Use AdamW(..., fused=True), which can"
         if not takes_scale(optimizer) and runs_beside_step(optimizer):
             remedy = "Call after the step what should run there"
-        elif torch_class(optimizer) in (None, Muon):
+        elif torch_class(optimizer) is None:
             remedy = IN_PLACE
         message = (
             f"{self.name}({name}): {name} {reason}; it cannot be skipped on the device, so every step waits for it."

@@ -3,9 +3,10 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ from .rollback import StepChanges
 from .scale_rule import SMALLEST, ScaleLimits, read_arguments, read_new_scale, read_number, read_state
 from .scaled_step import ScaledStep
 from .sharded import ONE_RANK, OverRanks, on_shards
-from .state_form import step_of
 from .step_kind import gradients, scales_in_kernel, skips_by_itself, summed_parameters, takes_scale
+from .update.state_form import step_of
 
 _WITHOUT_GRADIENT = "without gradient"  # our entry in what torch's scaler keeps per optimizer until `update`
 _NO_GRADIENT = "no parameter of the optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
@@ -234,10 +235,16 @@ class GradScaler(DeviceScale):
             self._count()
             return stepped
 
-    def step_together(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float | None) -> None:
+    def step_together(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        max_norm: float | None,
+        steps: Mapping[torch.optim.Optimizer, Callable[[], Any]] = MappingProxyType({}),
+    ) -> None:
         """Unscale the gradients of several optimizers, clip the norm over all of them, and step each, as `step` does.
 
-        Change nothing if a gradient of one of them is not finite. Sync: as for `step`.
+        Change nothing if a gradient of one of them is not finite. Those in `steps` step by what is there instead of by
+        `optimizer.step`. Sync: as for `step`.
         """
         grads = gradients(*optimizers)
         self._scaled_step.undecided = False
@@ -248,14 +255,15 @@ class GradScaler(DeviceScale):
                 seed_late_momentum(optimizer)
                 divisor = divide_and_clip_(optimizer, gradients(optimizer), None, clip)
                 with kernel_scaling(optimizer, divisor, None) if divisor is not None else nullcontext():
-                    self._scaled_step.step_unscaled(optimizer, step_of(optimizer))
+                    self._scaled_step.step_unscaled(optimizer, steps.get(optimizer) or step_of(optimizer))
             return
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)][_WITHOUT_GRADIENT] = not gradients(optimizer)
         self.grad_norm, self.found_inf, divisor = self._measured(optimizers, grads, 2.0, ONE_RANK)
         clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
         for optimizer in optimizers:
-            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, step_of(optimizer))
+            step = steps.get(optimizer) or step_of(optimizer)
+            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, step)
         self._count()
 
     def _measured(

@@ -126,8 +126,8 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 def can_be_undone(optimizer: Optimizer) -> bool:
     """Return whether a step of torch.optim can be undone on the device, since it changes nothing on the host."""
     cls = torch_class(optimizer)
-    if cls is SGD:
-        return True  # momentum is all its state
+    if cls in (SGD, Muon):
+        return True  # momentum is all their state
     on_device = all(group.get("capturable") for group in optimizer.param_groups)
     return cls is not None and on_device and can_init_optimizer_state(optimizer)
 

@@ -19,8 +19,8 @@ from .._errors import AmpkitWarning
 from .._optimizer.nonfinite import SKIP, STOP, NonfiniteGuard
 from .._optimizer.scaler import GradScaler
 from .._optimizer.sharded import shard_group
-from .._optimizer.state_form import StateForm
 from .._optimizer.step_kind import broken_kernel, parameters, skips_by_itself, why_not_called
+from .._optimizer.update.state_form import StateForm
 from .._precision.dtypes import as_dtype
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy

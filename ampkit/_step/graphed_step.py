@@ -25,8 +25,8 @@ from .._capture.ranks.shards import free_whole_parameters, refuse_sharded
 from .._capture.state.state import TrainingState
 from .._optimizer.average import capturable
 from .._optimizer.scaler import GradScaler
-from .._optimizer.state_form import set_state_form
 from .._optimizer.step_kind import sum_in_order_of
+from .._optimizer.update.state_form import set_state_form
 from .._precision.policy import Policy, read_policy
 from .._torch.compile import cudagraphs_of_its_own
 from .._torch.ranks.sharding import is_copied
@@ -251,7 +251,9 @@ def graphed_step(
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded, form=form)
     for each in optimizers:
         set_state_form(each, form)
-    not_with_optimizer, place = place_of(optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step)
+    not_with_optimizer, place = place_of(
+        optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step, compiled=compile is not None
+    )
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
     check_at_least("graphed_step", "after_every", after_every, 1, "the number of optimizer steps")
     follow_up, follower = (None, None) if after_step is None else capturable(after_step)

@@ -1,7 +1,7 @@
 """Where the optimizer steps, and `after_step` is called: as a part of the graphs, or eagerly behind each of them."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -28,6 +28,7 @@ from .._optimizer.step_kind import (
     why_not_capturable,
     why_other_bits,
 )
+from .._optimizer.update.stacked_muon import can_stack
 
 
 class OptimizerPlace(MovableOptimizer):
@@ -48,8 +49,10 @@ class OptimizerPlace(MovableOptimizer):
         may_join: those that may become a part.
         holds: whether they are a part from the beginning, with their rates as constants. They leave if one changes.
         follower: `after_step`, if it may leave the graphs. It does where one of its lines cannot be captured.
+        stacked: those that `StackedMuon` steps, which graphs can hold.
 
     Attributes:
+        stacked: see above.
         follows_behind: why `after_step` is called behind the graphs; "" if it is a part of them, or if there is none.
     """
 
@@ -66,7 +69,9 @@ class OptimizerPlace(MovableOptimizer):
         may_join: Sequence[Optimizer] = (),
         holds: bool = False,
         follower: Callable[..., object] | None = None,
+        stacked: Collection[Optimizer] = (),
     ) -> None:
+        self.stacked: Collection[Optimizer] = stacked
         self._optimizers, self._joining = tuple(optimizers), tuple(may_join)
         self._named = next(iter(may_join), optimizers[0])  # by messages
         self._changes = {optimizer: scaler.changes_of(optimizer) for optimizer in may_join}
@@ -210,24 +215,32 @@ def place_of(
     *,
     as_torch: bool = False,
     follower: Callable[..., object] | None = None,
+    compiled: bool = False,
 ) -> tuple[str, OptimizerPlace]:
     """Return why nothing can be captured with these optimizers, "" if something can, and where they step.
 
     With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`. `follower` is `after_step`.
+    With `compiled` a Muon steps by compiled code, if the step has one process: each of several would compile by itself.
     """
+    stacked = [each for each in optimizers if compiled and not ranks.several and can_stack(each)]
+    made = partial(OptimizerPlace, optimizers, scaler, stacked=stacked)
     if options.on_failure != "parts" or options.graph == "off" or ranks.several:
         follower = None
-    problems = {each: why_not_capturable(each) or (why_other_bits(each) if as_torch else "") for each in optimizers}
+    problems = {
+        each: why_not_capturable(each) or (why_other_bits(each) if as_torch else "")
+        for each in optimizers
+        if each not in stacked
+    }
     why = next(filter(None, problems.values()), "")
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     if not why and as_torch and not all(isinstance(rate, Tensor) for rate in rates):
-        return "", OptimizerPlace(optimizers, scaler, holds=options.graph != "off", follower=follower)
+        return "", made(holds=options.graph != "off", follower=follower)
     if options.on_failure != "parts" or options.graph == "off" or not why:
-        return why, OptimizerPlace(optimizers, scaler, follower=follower)
+        return why, made(follower=follower)
     others = [optimizer for optimizer, problem in problems.items() if problem]
     # Each rank would decide by itself.
     may_join = all(map(may_be_constant, others)) and not ranks.several
-    return "", OptimizerPlace(optimizers, scaler, why, may_join=others if may_join else (), follower=follower)
+    return "", made(why, may_join=others if may_join else (), follower=follower)
 
 
 def _has_line(function: Callable[..., object] | None, problem: str) -> bool:
@@ -253,7 +266,7 @@ def can_read_rates(optimizers: Sequence[Optimizer], place: OptimizerPlace, block
     """
     if len(optimizers) == 1:
         return [not (blocker or place.behind)]
-    return [not why_not_capturable(optimizer) for optimizer in optimizers]
+    return [optimizer in place.stacked or not why_not_capturable(optimizer) for optimizer in optimizers]
 
 
 _FEW = 3  # changes of numbers other than rates

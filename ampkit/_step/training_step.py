@@ -1,7 +1,7 @@
 """What a training step does: forward, backward, accumulation, unscale, `before_step`, clip, optimizer, `after_step`."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -170,6 +170,7 @@ class TrainingStep:
         self.closure: tuple[Callable[[], Any], ...] = ()
         self.followed: bool = False
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
+        self._own_steps: Mapping[torch.optim.Optimizer, Callable[[], Any]] = {}  # in place of `optimizer.step`
         self._state: TrainingState | None = None
         self._finds_casts = False  # whether the next forward shows which weights autocast only casts
         # Outside any capture: a fill inside would reset the scale in every replay.
@@ -438,8 +439,8 @@ class TrainingStep:
                         groups.refresh()
                     if can or groups.program:
                         stack.enter_context(groups.applied())
-                if len(self._optimizers) > 1:
-                    self.scaler.step_together(self._optimizers, self._max_norm)
+                if len(self._optimizers) > 1 or self._own_steps:
+                    self.scaler.step_together(self._optimizers, self._max_norm, self._own_steps)
                 elif prepared is None:
                     self.scaler.step(self._optimizer, *self.closure, max_norm=self._max_norm)
                 else:

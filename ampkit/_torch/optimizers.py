@@ -53,6 +53,11 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         init_group(group, *([] for _ in range(lists)))
 
 
+def note_step(optimizer: Any) -> None:
+    """Have schedulers of torch know that an optimizer has stepped, where that was not by its own `step`."""
+    optimizer._opt_called = True
+
+
 def class_step(kind: type[torch.optim.Optimizer]) -> Any:
     """Return the `step` that a class of optimizers defines or inherits, without the wrappers that torch puts around it.
 
@@ -90,11 +95,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that `optimizer.step` calls before and after itself, except those of torch and of ampkit."""
     tables = (*HOOKS_OF_ALL, *hooks_of_one(optimizer))
     return [hook for table in tables for hook in table.values() if not is_of_torch(hook)]
-
-
-def note_step(optimizer: Any) -> None:
-    """Note that an optimizer has stepped without its `step`. Schedulers of torch warn where they step before it."""
-    optimizer._opt_called = True  # nothing to guard: torch sets it, too
 
 
 def remove_step_hook(hook: Any) -> None:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit._optimizer.compiled_update import CompiledUpdate
 from ampkit._optimizer.param_groups import CapturableGroups
-from ampkit._optimizer.state_form import StateForm, set_state_form
-from ampkit._step.compile.compiled import _OPTIONS
+from ampkit._optimizer.update.compiled_update import CompiledUpdate
+from ampkit._optimizer.update.state_form import StateForm, set_state_form
+from ampkit._step.compile.compiled import INDUCTOR_OPTIONS
 from ampkit._torch.compile import Compiler
 
 
@@ -132,7 +132,7 @@ def update_ms(form: Form, args: argparse.Namespace, *, compiled: bool) -> float:
             scaler.step(optimizer)
 
     if compiled:
-        code = CompiledUpdate(optimizer, scaler, groups, None, Compiler(_OPTIONS["default"]))
+        code = CompiledUpdate(optimizer, scaler, groups, None, Compiler(INDUCTOR_OPTIONS["default"]))
         found = code.prepared({})
         assert found is not None  # the optimizer has its state
 

@@ -4,6 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,3 +278,22 @@ def test_what_the_first_call_prints_is_no_reason(capsys: pytest.CaptureFixture[s
     _, step, _ = trained(("cpu", "emulate"), "emulate", prints_once, on_failure="raise")
     assert step.replays == 21
     assert capsys.readouterr().out == "set up\n"
+
+
+def test_the_thread_of_tqdm_may_note_the_time() -> None:
+    """Inductor starts it, and transformers keeps tqdm where its code looks for settings."""
+    tqdm = pytest.importorskip("tqdm")
+    bar = tqdm.tqdm([], disable=True)  # any bar starts the thread
+    settings = SimpleNamespace(tqdm_lib=tqdm, level=3)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        bar.monitor.woken += 1.0  # as the thread does, at any time
+        return model(x).square().mean() * settings.level
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate")
+    for _ in range(8):
+        step(torch.ones(2, 4))
+    assert step.report().failure is None
+    assert step.replays > 0

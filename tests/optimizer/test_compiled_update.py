@@ -11,11 +11,11 @@ from torch.optim import SGD, AdamW
 
 import ampkit
 from ampkit._commands.bench.cases import CASES
-from ampkit._optimizer.compiled_update import CompiledUpdate
 from ampkit._optimizer.param_groups import CapturableGroups
-from ampkit._optimizer.state_form import StateForm, set_state_form
-from ampkit._optimizer.update_code import _bias_correction
-from ampkit._step.compile.compiled import _OPTIONS
+from ampkit._optimizer.update.compiled_update import CompiledUpdate
+from ampkit._optimizer.update.state_form import StateForm, set_state_form
+from ampkit._optimizer.update.update_code import _bias_correction
+from ampkit._step.compile.compiled import INDUCTOR_OPTIONS
 from ampkit._torch.compile import Compiler
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -45,7 +45,7 @@ def kernels_of_update(
         set_state_form(optimizer, form)
         scaler, groups = ampkit.GradScaler("cuda", enabled=False), CapturableGroups(optimizer, device)
         groups.refresh()
-        update = CompiledUpdate(optimizer, scaler, groups, 1.0, Compiler(_OPTIONS[compile]))
+        update = CompiledUpdate(optimizer, scaler, groups, 1.0, Compiler(INDUCTOR_OPTIONS[compile]))
         prepared = update.prepared({param: param.bfloat16() for param in params if param.dim() > 1})
         assert prepared is not None
         return len(gpu_code.kernels(monkeypatch, lambda: update.run(prepared)))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit import Policy
-from ampkit._optimizer import state_form
-from ampkit._optimizer.state_form import StateForm, narrowed, round_stochastically, set_state_form, step_of
+from ampkit._optimizer.update import state_form
+from ampkit._optimizer.update.state_form import StateForm, narrowed, round_stochastically, set_state_form, step_of
 
 Engine = tuple[str, str]
 BETAS = (0.9, 0.95)

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
+from ampkit._step.compile.compiled import CompiledTrainingStep
 
 Engine = tuple[str, str]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -200,6 +201,27 @@ def test_working_weights(engine: Engine) -> None:
         seen.update({False: set(), True: set()})
         trajectory(engine, graph, loss_fn=loss_fn)
         assert seen == {False: {torch.float32}, True: {torch.bfloat16}}, "the first call is not compiled"
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_loss_that_asks_whether_it_is_compiled_is_compiled_once() -> None:
+    """Calls that are watched put other code into torch.compiler.is_compiling, which compiled code does not compare."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+    for accumulate in (1, 4):
+        model = nn.Linear(4, 4)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step = ampkit.graphed_step(
+            loss_fn, model, optimizer, graph="emulate", compile="default", accumulate=accumulate, on_failure="raise"
+        )
+        for _ in range(8 * accumulate):
+            step(torch.ones(2, 4))
+        made = step._window._step
+        assert isinstance(made, CompiledTrainingStep)
+        assert made.compiler.graphs == 2  # the loss, and the update
+        assert step.replays > 0
 
 
 class Scalar(nn.Module):
@@ -497,7 +519,7 @@ def test_another_mode_another_parameter(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.seeds) for name in ("sgd, not fused", "rmsprop"))]
+    "name", ["sgd, not fused", *(pytest.param(name, marks=pytest.mark.seeds) for name in ("muon", "rmsprop"))]
 )
 @pytest.mark.usefixtures("fast")
 @allow_inductor_warnings
@@ -532,7 +554,8 @@ def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
     assert step.replays > 0
     lines = step.report().compiled
     assert lines[0].startswith("compiled: forward and backward")
-    assert [line for line in lines if line.startswith("not compiled: update, since ")]
+    stacked = name == "muon" and engine[0] == "cuda"
+    assert stacked or [line for line in lines if line.startswith("not compiled: update")]
 
 
 @pytest.mark.usefixtures("fast")

@@ -70,6 +70,8 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _BY_IDENTITY = (*_FUNCTIONS, type, Enum, Tensor)
 _CLOSED = (nn.Module, torch.optim.Optimizer, types.ModuleType)
 CLOSED_PACKAGES = frozenset(("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "ampkit"))
+# Its thread notes the time in its object every 10 s. Inductor starts it, and code of transformers reaches it.
+_MONITOR_OF_TQDM = "tqdm._monitor"
 CLOSED_CLASSES = CLOSED_PACKAGES | {"builtins"}  # the packages of classes that are not looked into
 MOST_ENTRIES = 64  # of a list, or of a dict without names; more are data
 
@@ -106,7 +108,7 @@ def _is_of_numpy(kind: type, name: str) -> bool:
 def is_closed(value: Any) -> bool:
     """Return whether what is in this object is no setting of a step, or is looked at by itself."""
     kind = type(value)
-    return issubclass(kind, _CLOSED) or package_name(kind) in CLOSED_PACKAGES
+    return issubclass(kind, _CLOSED) or package_name(kind) in CLOSED_PACKAGES or module_name(kind) == _MONITOR_OF_TQDM
 
 
 def tells_its_size(kind: type) -> bool:

@@ -10,7 +10,7 @@ from ..._errors import AmpkitWarning, CaptureError
 from ..._text import ProgressBar
 from ..._torch.compile import GraphBreak
 from ..._user_line import WarnOnce, innermost_users_line
-from .compiled_writes import GOES_ON
+from .compiled_writes import GOES_ON, why_failed
 
 
 @dataclass(eq=False)
@@ -59,6 +59,12 @@ class Compilations:
             self._failed = self._failed or f"{self.where}: {text}"
         else:
             self.say_left_out(problem)
+
+    def say_failed(self, part: str, error: Exception) -> str:
+        """Say that a part is not compiled, and return why."""
+        problem = why_failed(error)
+        self.say_problem(f"{part}, since {problem}")
+        return problem
 
     def say_left_out(self, problem: str) -> None:
         """Warn that a part is not compiled."""

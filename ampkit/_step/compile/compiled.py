@@ -1,10 +1,10 @@
 """`graphed_step(compile=...)`: which parts of a step torch.compile compiles, and what happens if it fails."""
 
-import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +16,10 @@ from ..._capture.keys.inputs import Spec, read_batch
 from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
 from ..._errors import CaptureError
-from ..._optimizer.compiled_update import CompiledUpdate, why_not_updated
 from ..._optimizer.device_step import Prepared
 from ..._optimizer.step_kind import why_not_capturable
+from ..._optimizer.update.compiled_update import CompiledUpdate, why_not_updated
+from ..._optimizer.update.stacked_muon import StackedMuon
 from ..._text import dtype_name
 from ..._torch.compile import (
     Compiler,
@@ -98,6 +99,12 @@ class CompiledTrainingStep(TrainingStep):
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
         self._why_update_not = self._why_not_updated()
+        say = (
+            partial(self._compilations.compiling, "the update"),
+            partial(self._compilations.say_failed, "update of Muon"),
+        )
+        self._stacked = [StackedMuon(each, self.compiler, *say) for each in self.place.stacked]
+        self._own_steps = {each: muon.step for each, muon in zip(self.place.stacked, self._stacked, strict=True)}
         self._writes = CompiledWrites(self.compiler, self._compilations.where, raises=raises)
         self._constant: set[int] = set()  # ids of the parameters that the last call without compiled code left alone
         self._layout: CompiledLayout | None = None  # of the call that runs; None for a call that is not compiled
@@ -122,8 +129,11 @@ class CompiledTrainingStep(TrainingStep):
         """Return the fields of the report that say what was compiled."""
         problems = [layout.problem for layout in self._layouts.values() if layout.problem]
         lines = self._compiled_passes([layout for layout in self._layouts.values() if layout.ready])
-        lines += [f"compiled: update ({self._update.text()})"] if self._update.used else []
-        problems += [f"update, since {self._why_update_not}"] if self._why_update_not else []
+        updates: list[CompiledUpdate | StackedMuon] = [self._update, *self._stacked]
+        lines += [f"compiled: update ({each.text()})" for each in updates if each.used]
+        problems += [f"update of Muon, since {each.problem}" for each in self._stacked if each.problem]
+        is_left = self._why_update_not and len(self._stacked) < len(self._optimizers)
+        problems += [f"update, since {self._why_update_not}"] if is_left else []
         problems += [f"working weights, since {self._writes.problem}"] if self._writes.problem else []
         given = {"before_step": self._before_step, "after_step": self._after_step}
         problems += [name for name, function in given.items() if function is not None]
@@ -277,7 +287,8 @@ class CompiledTrainingStep(TrainingStep):
         if self.guard is not None:
             return "nonfinite= looks at the gradients in front of it"
         if len(self._optimizers) > 1:
-            return "there are several optimizers, which step as they are, in the graph"
+            names = [type(each).__name__ for each in self._optimizers if each not in self.place.stacked]
+            return f"there are several optimizers. As it is, in the graph, steps each {' and '.join(names)}"
         if not self.capturable:
             return why_not_capturable(self._optimizer).rstrip(".") or "the step cannot be captured"
         if self._max_value is not None or self._before_step is not None:
@@ -298,8 +309,7 @@ class CompiledTrainingStep(TrainingStep):
                             self._update.run(update)
                         is_done = True
                 except Exception as error:  # the whole function is compiled before it runs, so nothing has changed
-                    self._why_update_not = why_failed(error)
-                    self._compilations.say_problem(f"update, since {self._why_update_not}")
+                    self._why_update_not = self._compilations.say_failed("update", error)
         if is_done:
             return
         add_cast(list(self._kept.items()))
@@ -346,7 +356,7 @@ def compiled_around(
     if not wrappers:
         return compiled
     forwards = [(ddp, untraced(ddp.forward, _DDP_CALL)) for ddp in wrappers]
-    calls = [(ddp.module, functools.partial(compiler.compiled(uncompiled_call), ddp.module)) for ddp in wrappers]
+    calls = [(ddp.module, partial(compiler.compiled(uncompiled_call), ddp.module)) for ddp in wrappers]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with Undo() as undo:

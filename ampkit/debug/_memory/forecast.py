@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
 from ..._capture.ranks.shards import is_sharded
 from ..._optimizer.sharded import on_shards
-from ..._optimizer.state_form import set_state_form, state_form, step_of
+from ..._optimizer.update.state_form import set_state_form, state_form, step_of
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
 from ..._step.arguments import read_state_form

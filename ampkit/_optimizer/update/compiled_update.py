@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .._torch.compile import Compiler
-from .param_groups import CapturableGroups
-from .scale_rule import ScaleLimits
-from .scaler import GradScaler
+from ..._torch.compile import Compiler
+from ..param_groups import CapturableGroups
+from ..scale_rule import ScaleLimits
+from ..scaler import GradScaler
+from ..step_kind import parameters, runs_beside_step, torch_class
 from .state_form import StateForm, state_form
-from .step_kind import parameters, runs_beside_step, torch_class
 from .update_code import Constants, Tensors, update
 
 _KINDS = (Adam, AdamW, SGD)

@@ -19,9 +19,9 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.optimizers import note_step
-from .._torch.tensors.tensors import foreach_copy_, sharded_class
-from .step_kind import is_fused, parameters, runs_beside_step, torch_class
+from ..._torch.optimizers import note_step
+from ..._torch.tensors.tensors import foreach_copy_, sharded_class
+from ..step_kind import is_fused, parameters, runs_beside_step, torch_class
 
 COMPENSATION = "compensation"  # what rounding has taken off a weight: its key in the optimizer's state
 _LARGEST = torch.finfo(torch.bfloat16).max

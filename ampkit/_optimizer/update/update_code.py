@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from .._torch.tensors.tensors import foreach_norm
-from .device_step import clip_coefficient
-from .scale_rule import SMALLEST, ScaleLimits
+from ..._torch.tensors.tensors import foreach_norm
+from ..device_step import clip_coefficient
+from ..scale_rule import SMALLEST, ScaleLimits
 from .state_form import StateForm, narrowed, widened
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from .._torch.tensors.fake_tensors import is_limit_of_fake_tensors
 from .._user_line import user_line
 from . import module_rules
 from .fake_tensors import can_save_for_backward, fake_copy, fake_device
+from .float8_layers import Float8Choice, noting_rows
 from .op_recorder import ExplanationRow, OpRecorder, Totals, merged
 from .policy import Policy, changes_model, read_policy
 
@@ -26,9 +27,13 @@ _SHORT = {
     torch.float32: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+_Layers = tuple[tuple[str, Float8Choice], ...]
+_LAYER_COLUMNS = ("Linear layer", "computes in", "because", "rows x inputs x outputs", "ms", "ms in float8")
 _UNKNOWN = "needs a CUDA build"
 _COLUMNS = ("module", "operation", "in", "compute", "out", "runs", "casts", "kept")
 _BLOCK_NUMBER = re.compile(r"(?:^|(?<=_))\d+$")  # in a part of a path: "3" in "3", "12" in "layer_12"
@@ -55,6 +60,8 @@ class Explanation:
         stopped: None, or where and why the forward pass could not go on. The rows are complete up to there.
         saves: False if nothing is known about backward, as for CUDA in a torch that was built without CUDA. Then
             `saved_bytes` and `casts_back` are 0, and a weight that is used twice counts as cast twice.
+        layers: the Linear layers under a float8 rule: their paths, each with `form`, `reason`, `sizes` (rows, inputs,
+            outputs) and `ms` (forward and backward without float8 and with it), the last two if a step has chosen.
     """
 
     device_type: str
@@ -65,6 +72,7 @@ class Explanation:
     float32: Totals
     stopped: str | None = None
     saves: bool = True
+    layers: _Layers = ()
 
     def table(self, all: bool = False) -> str:
         """Return the table, as wide as the terminal.
@@ -101,6 +109,8 @@ class Explanation:
             lines.append(f"{name:24}{mine:>12}{plain:>12}" if known else f"{name:24}{_UNKNOWN:>24}")
         runs = sum(row.count for row in self.rows)
         lines.append(f"{runs} operations. " + ", ".join(f"{short[dtype]}: {dtype_name(dtype)}" for dtype in used))
+        if self.layers:
+            lines += ["", *grid(_layer_cells(self.layers, all), texts=2, width=size.columns)]
         if self.stopped:
             lines += ["", f"Stopped {self.stopped}"]
         return "\n".join(lines)
@@ -149,8 +159,8 @@ def explain(
     policy = read_policy("explain", policy)
     call = model, inputs, kwargs
     with fake_device(device_type):
-        recorder, stopped = _recorded(call, device_type, policy)
-        plain, _ = _recorded(call, device_type, Policy(), torch.float32)
+        recorder, stopped, layers = _recorded(call, device_type, policy)
+        plain, *_ = _recorded(call, device_type, Policy(), torch.float32)
     return Explanation(
         device_type=device_type,
         policy="autocast as it was" if policy is None else str(policy),
@@ -159,14 +169,18 @@ def explain(
         totals=recorder.totals(),
         float32=plain.totals(),
         stopped=stopped,
+        layers=layers,
         saves=can_save_for_backward(device_type),
     )
 
 
 def _recorded(
     call: tuple[nn.Module, Any, Any], device_type: str, policy: Policy | None, dtype: torch.dtype | None = None
-) -> tuple[OpRecorder, str | None]:
-    """Run a fake copy of a model and its arguments. Return the recorder, and where the run stopped, None if nowhere."""
+) -> tuple[OpRecorder, str | None, _Layers]:
+    """Run a fake copy of a model and its arguments.
+
+    Return the recorder, where the run stopped, None if nowhere, and the layers under float8 rules.
+    """
     model, inputs, kwargs = call
     try:
         model, inputs, kwargs = fake_copy(call, device_type, dtype)
@@ -180,7 +194,12 @@ def _recorded(
         policy.apply(model)
     autocast = nullcontext() if policy is None else policy.autocast(device_type)
     recorder = OpRecorder(model)
-    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), autocast, recorder:
+    with (
+        noting_rows() as rows,
+        torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+        autocast,
+        recorder,
+    ):
         try:
             model(*inputs, **kwargs)
         except Exception as error:
@@ -190,8 +209,34 @@ def _recorded(
             limit = "Fake tensors have no values and no device"
             if not torch.backends.cuda.is_built():
                 limit = "This torch was built without CUDA; one built with it can go on, also without a GPU"
-            return recorder, f"in {recorder.module or 'the model itself'}: {error_line(error)}{line}. {limit}."
-    return recorder, None
+            stopped = f"in {recorder.module or 'the model itself'}: {error_line(error)}{line}. {limit}."
+            return recorder, stopped, _layers(model, rows)
+    return recorder, None, _layers(model, rows)
+
+
+def _layers(model: nn.Module, rows: Mapping[nn.Module, int]) -> _Layers:
+    """Return the layers of a model under float8 rules. Those that are not chosen get the sizes that were seen."""
+    found = []
+    for prefix, module in model.named_modules():
+        for path, choice in module_rules.float8_layers(module).items():
+            layer: Any = module.get_submodule(path)
+            if layer in rows:
+                choice = choice._replace(sizes=(rows[layer], layer.in_features, layer.out_features))
+            found.append((f"{prefix}.{path}".strip("."), choice))
+    return tuple(found)
+
+
+def _layer_cells(layers: _Layers, all: bool) -> list[tuple[str, ...]]:
+    """Return the table of Linear layers, with one row for those in blocks that differ in a number only."""
+    groups: dict[Any, list[str]] = {}
+    for path, choice in layers:
+        groups.setdefault((path if all else re.sub(r"\d+(?=.*\.)", "*", path), choice), []).append(path)
+    cells: list[tuple[str, ...]] = [_LAYER_COLUMNS]
+    for (pattern, choice), paths in groups.items():
+        times = [f"{ms:.3f}" for ms in choice.ms or ()] or ["", ""]
+        sizes = " x ".join(map(str, choice.sizes or ()))
+        cells.append((pattern if len(paths) > 1 else paths[0], choice.form, choice.reason, sizes, *times))
+    return cells
 
 
 def _collapsed(rows: Sequence[ExplanationRow]) -> list[ExplanationRow]:

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -16,8 +16,11 @@ from .._text import dtype_name
 from .._torch.tensors.modules import module_tables
 from .._torch.tensors.tree import tree_flatten, tree_unflatten
 from .dtypes import CASTABLE
+from .float8 import RECIPES, chooses
+from .float8_layers import PLAIN, Float8Choice, first_choices, forward_of
 
 ModuleKey = type[nn.Module] | str
+ModuleRule = torch.dtype | str  # a string is a float8 rule
 
 APPLIED = "_ampkit_applied"  # an attribute of the module that `apply` was called with
 
@@ -25,7 +28,7 @@ APPLIED = "_ampkit_applied"  # an attribute of the module that `apply` was calle
 class ModuleRules(NamedTuple):
     """The part of a policy that `Policy.apply` puts on a model."""
 
-    rules: tuple[tuple[ModuleKey, torch.dtype], ...]
+    rules: tuple[tuple[ModuleKey, ModuleRule], ...]
     params: torch.dtype
     output: torch.dtype
 
@@ -37,11 +40,13 @@ class _ForwardRule(NamedTuple):
     autocast: bool  # whether it runs under autocast to `compute`, because its parameters have another dtype
     outside: torch.dtype  # the dtype that the code around the module computes in if there is no autocast
     output: torch.dtype | None  # the dtype of outputs, for the module that `apply` was called with
+    float8: str | None = None  # the `Float8Choice.form` of a layer under a float8 rule, None for other modules
 
 
 class _Applied(NamedTuple):
     rules: ModuleRules
     dtypes: dict[str, torch.dtype]  # by path: what the parameters and buffers that were cast had before
+    layers: dict[str, Float8Choice]  # by path: the layers under a float8 rule
 
 
 def module_key(key: object) -> ModuleKey:
@@ -65,6 +70,11 @@ def key_text(key: ModuleKey) -> str:
     return f"torch.nn.{key.__name__}" if in_nn else f"{key.__module__}.{key.__qualname__}"
 
 
+def rule_text(rule: ModuleRule) -> str:
+    """Return a rule as the text of a policy has it."""
+    return rule if isinstance(rule, str) else dtype_name(rule)
+
+
 def class_named(name: str) -> type[nn.Module]:
     """Return the class of modules with this full name, whose module is imported. Raise if there is none."""
     parts = name.split(".")
@@ -83,7 +93,10 @@ def class_named(name: str) -> type[nn.Module]:
 
 def apply(model: nn.Module, wanted: ModuleRules) -> None:
     """Put rules on `model`, replacing earlier ones, and cast its tensors. If it raises, the model is unchanged."""
-    rules, tensors = _assign(model, wanted)
+    known = {path: layer for path, layer in float8_layers(model, wanted).items() if not chooses(layer.form)}
+    rules, tensors, layers = _assign(model, wanted)
+    if known := {path: layer for path, layer in known.items() if path in layers and chooses(layers[path].form)}:
+        rules, tensors, layers = _assign(model, wanted, {**layers, **known})
     before = _take_off("apply", model)
     for module, rule in rules.items():
         module.__class__ = _subclass(type(module), rule)
@@ -91,7 +104,25 @@ def apply(model: nn.Module, wanted: ModuleRules) -> None:
         if tensor.dtype is not dtype:
             before.setdefault(path, tensor.dtype)
             _cast_in_place(tensor, dtype)
-    vars(model)[APPLIED] = _Applied(wanted, before)
+    vars(model)[APPLIED] = _Applied(wanted, before, layers)
+
+
+def float8_layers(model: nn.Module, wanted: ModuleRules | None = None) -> dict[str, Float8Choice]:
+    """Return by path the layers of `model` under a float8 rule, {} if it does not follow any, or these, rules."""
+    applied: _Applied | None = vars(model).get(APPLIED)
+    return applied.layers if applied is not None and wanted in (None, applied.rules) else {}
+
+
+def choose_float8(model: nn.Module, layers: Mapping[str, Float8Choice]) -> None:
+    """Have layers of `model` that are under a float8 rule compute in these forms."""
+    applied: _Applied = vars(model)[APPLIED]
+    every = {**applied.layers, **layers}
+    rules = _assign(model, applied.rules, every)[0]
+    vars(model)[APPLIED] = applied._replace(layers=every)
+    for path in layers:
+        module = model.get_submodule(path)
+        base = _ORIGINALS.get(type(module), type(module))
+        module.__class__ = _subclass(base, rules[module]) if module in rules else base
 
 
 def remove(model: nn.Module, rules: ModuleRules) -> None:
@@ -113,7 +144,7 @@ def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
         return "its module rules are not on the model. Call policy.apply(model) first."
     for module, applied in found:
         if applied.rules == wanted:
-            for path, (tensor, dtype) in _assign(module, wanted)[1].items():
+            for path, (tensor, dtype) in _assign(module, wanted, applied.layers)[1].items():
                 if tensor.dtype is not dtype:
                     return f"{path} is {tensor.dtype}, and its rules want {dtype}. Call policy.apply(model) again."
             return ""
@@ -121,30 +152,42 @@ def why_not_applied(model: nn.Module, wanted: ModuleRules) -> str:
 
 
 def _assign(
-    model: nn.Module, wanted: ModuleRules
-) -> tuple[dict[nn.Module, _ForwardRule], dict[str, tuple[Tensor, torch.dtype]]]:
-    """Return what these rules mean for each module of `model`, and by path each tensor with the dtype to cast it to."""
+    model: nn.Module, wanted: ModuleRules, layers: dict[str, Float8Choice] | None = None
+) -> tuple[dict[nn.Module, _ForwardRule], dict[str, tuple[Tensor, torch.dtype]], dict[str, Float8Choice]]:
+    """Return what these rules mean for each module of `model`, by path each tensor with the dtype to cast it to, and
+    the layers under float8 rules, which are these unless they are to be found.
+    """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     chosen = _choose(model, paths, wanted.rules)
+    if layers is None:
+        try:
+            layers = first_choices(paths, chosen, lambda module: _ORIGINALS.get(type(module), type(module)))
+        except ValueError as error:
+            raise ValueError(f"Policy.apply({type(model).__name__}): {error}") from None
     rules: dict[nn.Module, _ForwardRule] = {}
     param_dtypes: dict[nn.Module, torch.dtype] = {}
     # Each path, the module there, and the dtype of the innermost rule for a module around it.
     left: list[tuple[str, nn.Module, torch.dtype | None]] = [("", model, None)]
     while left:
         path, module, around = left.pop()
+        compute = rule if isinstance(rule := chosen.get(module), torch.dtype) else None
+        inside = compute or around
         for name, child in module_tables(module)[2].items():
             if child is not None:
-                left.append((f"{path}.{name}".lstrip("."), child, chosen.get(module, around)))
-        compute = chosen.get(module)
-        inside = compute or around
+                left.append((f"{path}.{name}".lstrip("."), child, inside))
         param_dtype = wanted.params if wanted.params is torch.float32 or inside is None else inside
         output = wanted.output if module is model else None
-        rule = _ForwardRule(compute, compute not in (None, param_dtype), around or wanted.params, output)
+        form = layers[paths[module][0]].form if paths[module][0] in layers else PLAIN
+        if form in RECIPES:
+            compute = torch.bfloat16  # of input and output
+        autocast = compute not in (None, param_dtype)
+        does = _ForwardRule(compute, autocast, around or wanted.params, output, None if form == PLAIN else form)
         has_tensors = any(map(len, module_tables(module)[:2]))
         differs = param_dtypes.setdefault(module, param_dtype) is not param_dtype and has_tensors
-        if differs or ((compute or output) and rules.setdefault(module, rule) != rule):
+        acts = (does.compute, does.output, does.float8) != (None, None, None)
+        if differs or (acts and rules.setdefault(module, does) != does):
             raise ValueError(
                 f"Policy.apply({type(model).__name__}): {path!r} is the same module as {paths[module][0]!r}, and "
                 "the modules around them have different rules. Give both the same."
@@ -158,30 +201,30 @@ def _assign(
         if why:
             place = f"module {paths[module][0]!r} ({type(module).__name__})"
             raise ValueError(f"Policy.apply: {place} cannot have a rule: {why}.")
-    return rules, _tensor_dtypes(model, param_dtypes)
+    return rules, _tensor_dtypes(model, param_dtypes), layers
 
 
 def _choose(
-    model: nn.Module, paths: dict[nn.Module, list[str]], rules: tuple[tuple[ModuleKey, torch.dtype], ...]
-) -> dict[nn.Module, torch.dtype]:
-    """Return for each module that has a rule the dtype of the rule."""
+    model: nn.Module, paths: dict[nn.Module, list[str]], rules: tuple[tuple[ModuleKey, ModuleRule], ...]
+) -> dict[nn.Module, ModuleRule]:
+    """Return for each module that has a rule the rule."""
     every = {path for names in paths.values() for path in names}
     unused = dict(rules)
     chosen = {}
     for module, names in paths.items():
         matching = []
-        for key, dtype in rules:
+        for key, rule in rules:
             if isinstance(key, type):
                 fits = isinstance(module, key)
             else:  # the path of one module, or a regular expression
                 fits = key in names if key in every else any(re.fullmatch(key, name) for name in names)
             if fits:
-                matching.append((key, dtype))
+                matching.append((key, rule))
                 unused.pop(key, None)
-        exact = [(key, dtype) for key, dtype in matching if key in names]
+        exact = [(key, rule) for key, rule in matching if key in names]
         deciding = exact or matching
-        if len({dtype for _, dtype in deciding}) > 1:
-            shown = " and ".join(f"{key_text(key)}: {dtype_name(dtype)}" for key, dtype in deciding)
+        if len({rule for _, rule in deciding}) > 1:
+            shown = " and ".join(f"{key_text(key)}: {rule_text(rule)}" for key, rule in deciding)
             raise ValueError(
                 f"Policy.apply({type(model).__name__}): the rules {shown} both match module {names[0]!r}, a "
                 f"{type(module).__name__}. Narrow one of them, or add a rule for the path of the module, which wins "
@@ -259,10 +302,12 @@ def _subclass(base: type[nn.Module], rule: _ForwardRule) -> type[nn.Module]:
     if (base, rule) in _SUBCLASSES:
         return _SUBCLASSES[base, rule]
 
+    run: Any = base.forward if rule.float8 is None else forward_of(rule.float8)
+
     @wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if rule.compute is None:
-            out = base.forward(self, *args, **kwargs)
+            out = run(self, *args, **kwargs)
         else:
             device_type = _device_type(args, kwargs, self)
             has_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -270,7 +315,7 @@ def _subclass(base: type[nn.Module], rule: _ForwardRule) -> type[nn.Module]:
             args = tuple([_cast_tree(arg, rule.compute) for arg in args])
             kwargs = {name: _cast_tree(arg, rule.compute) for name, arg in kwargs.items()}
             with _autocast(device_type, rule.compute, rule.autocast):
-                out = base.forward(self, *args, **kwargs)
+                out = run(self, *args, **kwargs)
             # To a dtype that the code around the module can take. Autocast refuses the other low precision in its
             # widest-type operations. float32 holds every value of both.
             if around is None:

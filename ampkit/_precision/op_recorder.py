@@ -44,7 +44,8 @@ class ExplanationRow:
         module: path of the module whose forward called it, "" for the model itself.
         op: its name in ATen, without overload. Attention and batch normalisation have one name for all backends.
         inputs: the dtypes of the floating inputs before autocast cast them, each once.
-        compute: the dtype that it runs in: the widest one among its inputs after the casts and its output.
+        compute: the dtype that it runs in: the widest one among its inputs after the casts and its output. Of inputs
+            that are subclasses with tensors inside, as in float8, it is that of these.
         output: the dtype of its first output.
         count: how many times in succession it ran with these dtypes.
         casts: how many of its inputs were cast to another dtype for it.
@@ -200,10 +201,11 @@ class OpRecorder(TorchDispatchMode):
         # A tensor without dimensions does not widen others, as in torch's type promotion.
         floating = [tensor for tensor in (*inputs, outputs[0]) if _is_floating(tensor)]
         wide = [tensor for tensor in floating if tensor.dim()] or floating
+        wrapped = [dtype for tensor in inputs if (dtype := _dtype_inside(tensor))]  # that of a float8 product
         op.row = replace(
             op.row,
             inputs=tuple(dict.fromkeys(before)),
-            compute=reduce(torch.promote_types, (tensor.dtype for tensor in wide)),
+            compute=wrapped[0] if wrapped else reduce(torch.promote_types, (tensor.dtype for tensor in wide)),
             output=outputs[0].dtype,
         )
         self._ops.append(op)
@@ -247,6 +249,14 @@ def merged(rows: Sequence[ExplanationRow]) -> ExplanationRow:
 
 def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _dtype_inside(tensor: Any) -> torch.dtype | None:
+    """Return the dtype of the first tensor in a subclass that has tensors in it, None for another tensor."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    inner: Tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return inner.dtype
 
 
 def _storage(tensor: Tensor) -> Any:

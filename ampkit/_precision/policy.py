@@ -13,7 +13,8 @@ from .._arguments import check_device_type, check_instance, listed, shortened, s
 from .._text import dtype_name
 from . import module_rules
 from .dtypes import DTYPES, as_dtype, canonical_name
-from .module_rules import ModuleKey, ModuleRules, class_named, key_text, module_key
+from .float8 import IF_FASTER, RECIPES, as_float8
+from .module_rules import ModuleKey, ModuleRule, ModuleRules, class_named, key_text, module_key, rule_text
 from .op_rules import PROMOTE, OpRule, OpRules, define, op_name, op_rules_context
 
 ROUNDINGS = ("stochastic", "kahan")
@@ -27,6 +28,7 @@ _POLICIES = {
     "bf16-mixed": ("float32", "bfloat16", "float32"),
     "16-true": ("float16", "float16", "float16"),
     "bf16-true": ("bfloat16", "bfloat16", "bfloat16"),
+    **{name: ("float32", name, "float32") for name in ("float8", *RECIPES)},
 }
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,7 +43,8 @@ class Policy:
             nothing to it, but raises if the parameters have another dtype.
         compute: dtype that autocast runs matrix multiplications and convolutions in. If it equals `params`, autocast is
             off, and every operation runs in the dtype of its inputs. Left out it is float32; with `rounding`, that of
-            `params`.
+            `params`. "float8" (or a recipe, as in `modules`) stands for bfloat16, with Linear layers in float8 where a
+            `graphed_step` finds that faster: it is the rule "float8_if_faster" for the model itself, whose key is `""`.
         output: dtype of the floating tensors that a step returns (loss and aux), and of a model's outputs after
             `apply`.
         ops: rules for single operations. They hold inside `autocast`. A key is a function of torch, a method of Tensor,
@@ -50,7 +53,10 @@ class Policy:
             that write into an input (`add_`, `x += y`, `out=`, `inplace=True`) are left alone, as autocast leaves them.
         modules: rules for modules. They hold after `apply`. A key is a class of modules (its subclasses too), the path
             of one module (`"head"`), or a regular expression that matches whole paths (`r"blocks\\.\\d+\\.mlp"`). The
-            value is the dtype that the module, and everything that it calls, computes in.
+            value is the dtype that the module, and everything that it calls, computes in. Or it is a recipe of torchao
+            for the Linear layers in it: "float8_tensorwise" ("float8"), "float8_rowwise" or
+            "float8_rowwise_with_gw_hp"; with "_if_faster" at its end, a `graphed_step` chooses the layers by timing
+            (docs/low-precision.md).
         rounding: how `graphed_step` rounds new values of bfloat16 parameters, which it computes in float32.
             "stochastic": up or down at random, so that the expected value is the value. "kahan": to nearest, and the
             optimizer keeps what that has taken off. None: as torch's optimizer does. Needs `params="bfloat16"`.
@@ -59,18 +65,19 @@ class Policy:
 
     Attributes:
         ops: the rules as sorted pairs of operation and dtype or "promote"; `dict(policy.ops)` is a dict.
-        modules: the rules as sorted pairs of class or string and dtype.
+        modules: the rules as sorted pairs of class or string and dtype, or name of a recipe.
 
     Raises:
         ValueError: an unknown dtype, operation or key, two rules for one operation, float32 compute over low-precision
-            parameters (autocast only ever lowers), or a rounding of other parameters than bfloat16.
+            parameters (autocast only ever lowers), a rule for `linear` beside a float8 rule, or a rounding of other
+            parameters than bfloat16.
     """
 
     params: torch.dtype
     compute: torch.dtype
     output: torch.dtype
     ops: OpRules
-    modules: tuple[tuple[ModuleKey, torch.dtype], ...]
+    modules: tuple[tuple[ModuleKey, ModuleRule], ...]
     rounding: str | None
 
     def __init__(
@@ -84,18 +91,26 @@ class Policy:
     ) -> None:
         if compute is None:
             compute = torch.float32 if rounding is None else params
-        for name, value in {"params": params, "compute": compute, "output": output}.items():
+        float8 = as_float8(compute)
+        for name, value in {"params": params, "compute": "bfloat16" if float8 else compute, "output": output}.items():
             object.__setattr__(self, name, _dtype(name, value))
         for name, rules, checked in (("ops", ops, _op_rules), ("modules", modules, _module_rule_pairs)):
             pairs = listed(rules.items() if isinstance(rules, Mapping) else rules)
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
                 raise ValueError(f"Policy({name}={shown(rules)}): expected a dict of rules. {_LEGAL}")
+            if name == "modules" and float8:
+                pairs = [*pairs, ("", float8.removesuffix(IF_FASTER) + IF_FASTER)]
             object.__setattr__(self, name, checked(pairs))
         if self.compute is torch.float32 and self.params is not torch.float32:
             low, whole = dtype_name(self.params), "16-true" if self.params is torch.float16 else "bf16-true"
             raise ValueError(
                 f"Policy(params={low}, compute=float32): autocast cannot raise a dtype. Write Policy.parse({low!r}) "
                 f"for float32 parameters that compute in {low}, or Policy.parse({whole!r}) for {low} parameters."
+            )
+        if "linear" in dict(self.ops) and any(isinstance(rule, str) for _, rule in self.modules):
+            raise ValueError(
+                f"Policy(ops={{'linear': {rule_text(dict(self.ops)['linear'])}}}): a layer in float8 calls no "
+                "operation of this name. Leave out this rule, or the float8 rule."
             )
         if rounding is not None and (rounding not in ROUNDINGS or self.params is not torch.bfloat16):
             raise ValueError(
@@ -155,17 +170,19 @@ class Policy:
                 raise ValueError(f"Policy.parse({shown(text)}): {problem} {_LEGAL}")
             if key == "rounding":
                 values[key] = value.lower()
+            elif key in _RULE_FIELDS:
+                values[key] = _rules(text, key, value)
             else:
-                values[key] = _rules(text, key, value) if key in _RULE_FIELDS else _dtype(key, value)
+                values[key] = as_float8(value) or _dtype(key, value)
         return cls(**values)
 
     def __str__(self) -> str:
         texts = [f"{key}={dtype_name(getattr(self, key))}" for key in ("params", "compute", "output")]
         if self.ops:
-            rules = (f"{name}:{_written(rule)}" for name, rule in self.ops)
+            rules = (f"{name}:{rule_text(rule)}" for name, rule in self.ops)
             texts.append("ops={" + ",".join(rules) + "}")
         if self.modules:
-            rules = (f"{key_text(key)}:{dtype_name(rule)}" for key, rule in self.modules)
+            rules = (f"{key_text(key)}:{rule_text(rule)}" for key, rule in self.modules)
             texts.append("modules={" + ",".join(rules) + "}")
         texts += [f"rounding={self.rounding}"] if self.rounding else []
         return ",".join(texts)
@@ -224,7 +241,9 @@ class Policy:
 
         Raises:
             ValueError: a rule matches no module, or two rules with different dtypes match one module. The path of a
-                module wins over other rules. A class does not win over a regular expression, nor the reverse.
+                module wins over other rules. A class does not win over a regular expression, nor the reverse. Or no
+                layer can follow a float8 rule; a warning lists single layers that cannot.
+            ImportError: a rule names a float8 recipe, and torchao is not installed.
         """
         check_instance("Policy.apply", "model", model, nn.Module, "a torch.nn.Module")
         module_rules.apply(model, ModuleRules(self.modules, self.params, self.output))
@@ -280,10 +299,11 @@ def _meant(name: str, known: Iterable[str]) -> str:
 def _dtype(field: str, value: object) -> torch.dtype:
     dtype = as_dtype(value)
     if dtype is None:
-        meant = _meant(value, (*DTYPES, "half")) if isinstance(value, str) else ""
+        legal = (*DTYPES, *(("float8", *RECIPES) if field in ("compute", "modules") else ()))
+        meant = _meant(value, (*legal, "half")) if isinstance(value, str) else ""
         if isinstance(value, str) and (canonical_name(value) in _POLICIES or "=" in value):
             meant = f" Write Policy.parse({shown(value)})."
-        raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(DTYPES)}.{meant} {_LEGAL}")
+        raise ValueError(f"Policy({field}={shown(value)}): expected one of {', '.join(legal)}.{meant} {_LEGAL}")
     return dtype
 
 
@@ -300,28 +320,22 @@ def _op_rules(pairs: list[tuple[Any, Any]]) -> OpRules:
             raise ValueError(f"Policy(ops={{{shown(key)}: {shown(value)}}}): expected one of {legal}.")
         if rules.setdefault(name, rule) != rule:
             raise ValueError(
-                f"Policy(ops=...): {_written(rules[name])} and {_written(rule)} for {name!r}. "
+                f"Policy(ops=...): {rule_text(rules[name])} and {rule_text(rule)} for {name!r}. "
                 "A function and its name stand for the operation in every spelling: give it one rule."
             )
     return tuple(sorted(rules.items()))
 
 
-def _module_rule_pairs(pairs: list[tuple[Any, Any]]) -> tuple[tuple[ModuleKey, torch.dtype], ...]:
-    rules: dict[ModuleKey, torch.dtype] = {}
+def _module_rule_pairs(pairs: list[tuple[Any, Any]]) -> tuple[tuple[ModuleKey, ModuleRule], ...]:
+    rules: dict[ModuleKey, ModuleRule] = {}
     for key, value in pairs:
         try:
-            module, dtype = module_key(key), _dtype("modules", value)
+            module, rule = module_key(key), as_float8(value) or _dtype("modules", value)
         except ValueError as error:
             raise ValueError(f"Policy(modules={{{shown(key)}: {shown(value)}}}): {error}") from None
-        if (other := rules.setdefault(module, dtype)) is not dtype:
-            raise ValueError(
-                f"Policy(modules=...): {dtype_name(other)} and {value} for {shown(key)}. Give it one rule."
-            )
+        if (other := rules.setdefault(module, rule)) != rule:
+            raise ValueError(f"Policy(modules=...): {rule_text(other)} and {value} for {shown(key)}. Give it one rule.")
     return tuple(sorted(rules.items(), key=lambda pair: key_text(pair[0])))
-
-
-def _written(rule: OpRule) -> str:
-    return rule if isinstance(rule, str) else dtype_name(rule)
 
 
 def _split(text: str, whole: str) -> list[str]:

@@ -46,6 +46,7 @@ from .arguments import (
     refuse_several,
 )
 from .compile.compile_choice import check_compile, step_maker, warmup_of
+from .compile.float8_choice import Float8Chooser
 from .graph_owner import GraphOwner
 from .many.scan import Scan
 from .many.slices import Slices
@@ -56,7 +57,7 @@ from .optimizer_place import can_read_rates, place_of
 from .parts.split import COMPILES, StepSplitter
 from .parts.split_update import CapturedUpdate
 from .schedule import Schedule
-from .training_step import Phase, StepOutput, TrainingStep
+from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 from .window import Place, Window
 
 
@@ -116,7 +117,9 @@ def graphed_step(
             the optimizer becomes a part of the graph. What SGD and Muon compute of their rate on the host is then read
             from tensors, if that leaves the same bits; others leave the graph when their rate changes.
         policy: the dtypes to compute in, see `Policy`. With None, autocast stays as the caller has it. A policy with
-            rules for modules must have been put on the model by `policy.apply(model)`.
+            rules for modules must have been put on the model by `policy.apply(model)`. With `compute="float8"`, layers
+            compute in float8 from the second call on. The first one chooses them, and waits for the device
+            (docs/low-precision.md).
         scaler: the dynamic loss scale. With None, one is made if the policy computes in float16.
         max_norm: clip the 2-norm over all gradients to this. `float("inf")` measures the norm without clipping. None
             does neither.
@@ -215,7 +218,7 @@ def graphed_step(
             that a graph cannot follow, unless `graph="off"`.
         CaptureError: with `on_failure="raise"`, if it is clear now that nothing can be captured.
 
-    Sync: only the call that captures a graph waits for the device.
+    Sync: only the call that captures a graph waits for the device, and one that chooses.
     """
     options = Options(
         graph=graph,
@@ -280,7 +283,8 @@ def graphed_step(
     padding = None
     if buckets is not None:
         padding = Padding(buckets, ranks, PaddingCheck(buckets, step.loss, model, generators))
-    return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, padding)
+    float8 = Float8Chooser(policy, model, step)
+    return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, padding, float8)
 
 
 class GraphedStep(GraphOwner):
@@ -303,6 +307,7 @@ class GraphedStep(GraphOwner):
         accumulate: int,
         schedulers: Sequence[Scheduler],
         padding: Padding | None,
+        float8: Float8Chooser,
     ) -> None:
         self._scaler, self._stops = step.scaler, step.guard is not None and step.guard.stops
         self._engine = engine
@@ -320,7 +325,9 @@ class GraphedStep(GraphOwner):
         slices = Slices(self._window, accumulate)
         self._scan = Scan(engine, step, slices, optimizers, schedules, padding)
         self._whole_window = WholeWindow(engine, step, slices, padding)
-        self._padding = padding
+        self._padding, self._float8, self._chosen_call = padding, float8, call
+        if float8.pending:
+            self._window.call = self._first_call
         self._metrics = StepMetrics(engine, step.scaler, Clock(step.device if step.device.type == "cuda" else None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
@@ -351,6 +358,15 @@ class GraphedStep(GraphOwner):
         of an input, or of another output, is returned as a tensor of its own.
         """
         return self._turn.call(self._window.run if self._padding is None else self._run_padded, args, kwargs)
+
+    def _first_call(self, *args: Any) -> PartOfStep:
+        part: PartOfStep = self._float8.first_call(self._chosen_call, *args)
+        self._go_on_with_choice()
+        return part
+
+    def _go_on_with_choice(self) -> None:
+        self._engine.close()  # what it has seen so far are the calls of another model
+        self._window.call = self._chosen_call
 
     def _run_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         assert self._padding is not None  # or there is nothing to pad
@@ -467,8 +483,8 @@ class GraphedStep(GraphOwner):
     def report(self) -> Report:
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         padding = () if self._padding is None else self._padding.report()
-        stopped = self._window.stopped()
-        return replace(self._engine.report(self.skipped), padding=padding, stopped=stopped, **self._compiled())
+        said: dict[str, Any] = {"padding": padding, "float8": self._float8.report(), "stopped": self._window.stopped()}
+        return replace(self._engine.report(self.skipped), **said, **self._compiled())
 
     def choose_buckets(self, batches: Iterable[Any]) -> None:
         """With `buckets="auto"`, choose the sizes now, from batches such as those of a loader, in place of watching.
@@ -493,7 +509,8 @@ class GraphedStep(GraphOwner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of the step outlives it, in dicts, lists and numbers, beside model, optimizer, scaler and
-        scheduler, which have a `state_dict` of their own: with `buckets="auto"` the sizes of batches.
+        scheduler, which have a `state_dict` of their own: with `buckets="auto"` the sizes of batches, and which layers
+        compute in float8 if that was chosen by timing.
 
         Raises:
             NonfiniteError: with `nonfinite="stop"`, training has stopped, and no error has said so.
@@ -502,17 +519,23 @@ class GraphedStep(GraphOwner):
         """
         if self._stops:
             self._turn.call(self._window.look_now, again=False)
-        return {} if self._padding is None else {"buckets": self._padding.state_dict()}
+        buckets = {} if self._padding is None else {"buckets": self._padding.state_dict()}
+        layers = self._float8.state_dict()
+        return {**buckets, "float8": layers} if layers else buckets
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on to pad as the step did that `state_dict` is of. With several ranks, all must load it.
+        """Go on to pad, and to compute in float8, as the step did that `state_dict` is of. All ranks must load it.
 
         With `nonfinite="stop"` steps change the weights again. An open window of micro-batches is dropped, and skipped
         steps are counted anew.
 
         Raises:
-            ValueError: it is of a step whose batches were padded in another way.
+            ValueError: it is of a step whose batches were padded in another way, or of a model with other layers under
+                float8 rules, or this device has no float8.
         """
+        self._float8.load_state_dict(state_dict.get("float8", {}))
+        if not self._float8.pending:
+            self._turn.call(self._go_on_with_choice)
         state = state_dict.get("buckets", {})
         if self._padding is not None:
             self._padding.load_state_dict(state)
@@ -561,6 +584,11 @@ class GraphedStep(GraphOwner):
         Sync: none. Aliasing: the tensors are copies, which later steps do not change.
         """
         return self._turn.call(self._metrics.figures)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy, once it is chosen by timing with a rule for each layer that computes in float8."""
+        return self._float8.policy
 
     @property
     def scaler(self) -> GradScaler:

@@ -16,6 +16,7 @@ from .._capture.graph.kernel_names import KernelTable
 from .._capture.graph.report import Report
 from .._errors import CaptureError, CaptureWarning
 from .._optimizer.scaler import GradScaler
+from .._precision.float8 import chooses
 from .._precision.policy import Policy, read_policy
 from .._step.compile.compile_choice import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
@@ -183,6 +184,11 @@ class AmpkitCallback(Callback):
                 raise ValueError(
                     f"AmpkitCallback(policy={str(policy)!r}) and Trainer(precision={plugin.precision!r}), which is "
                     f"{str(trainers)!r}, disagree. Pass one of them, or the same dtypes in both."
+                )
+            if any(chooses(rule) for _, rule in policy.modules):
+                raise ValueError(
+                    f"AmpkitCallback(policy={str(policy)!r}): only graphed_step chooses the layers that compute in "
+                    "float8. Name them, as its step.policy does: modules={'blocks.*.mlp': 'float8'}."
                 )
         if self._compile is not None and isinstance(strategy, SEVERAL_RANKS):
             raise NotImplementedError(

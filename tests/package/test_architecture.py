@@ -65,7 +65,7 @@ MOST_LEVELS = 22  # of imports, from a file that needs no other to the one at th
 GRAPH = "_capture/graph/graph.py"
 LAYOUTS = "_capture/engine/layouts.py"
 MODULE = re.compile(r"ampkit(\.\w+)+")
-OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchvision", "tqdm", "triton"}
+OPTIONAL = {"lightning", "matplotlib", "numpy", "rich", "sklearn", "torchao", "torchvision", "tqdm", "triton"}
 FORBIDDEN = {"utils.py", "types.py", "config.py"}  # a helper lives with its only caller
 
 TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]

@@ -59,7 +59,7 @@ def test_is_frozen() -> None:
         ("params=float32,compute", "'compute' is not a policy"),
         ("compute=float16,dtype=float16", "'dtype' is not a field"),
         ("compute=float16,compute=bfloat16", "'compute' is given twice"),
-        ("compute=float8", "Policy(compute='float8')"),
+        ("compute=float4", "Policy(compute='float4')"),
         ("float16,compute=bfloat16", "'compute' is given twice"),
         ("float16,bfloat16", "'bfloat16' is not a policy"),
         ("ops={softmax:float32},ops={}", "'ops' is given twice"),

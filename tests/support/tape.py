@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampkit._capture.compare.rehearsal import Rehearsal
@@ -76,6 +76,8 @@ class _Tape(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what was read or written to, and its values before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs or {})))):
+            return NotImplemented  # it calls operations on the tensors in it, which come here
         read = tree_map(_alias, (args, kwargs or {}))
         for tensor in (leaf for leaf in tree_leaves(read) if isinstance(leaf, Tensor)):
             # All that is read: batch_norm's schema does not say that it writes to its running mean.

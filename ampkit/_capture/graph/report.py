@@ -72,6 +72,7 @@ class Report:
         constants: the values of the host that graphs hold, see `GraphedStep.constants`.
         padding: in words, to which sizes batches are padded, and what it costs; empty without `buckets="auto"`.
         stopped: in words, why and since when no step changes a weight (`nonfinite="stop"`); None if they do.
+        float8: in words, how many Linear layers compute in float8; empty without such a rule.
     """
 
     graphs: int
@@ -103,6 +104,7 @@ class Report:
     constants: tuple[Any, ...] = ()
     padding: tuple[str, ...] = ()
     stopped: str | None = None
+    float8: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -149,7 +151,7 @@ class Report:
         said = [f"not in parts: {line.partition(NOR_IN_PARTS)[2]}" for line in (self.failure or "").splitlines()]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
-        padding = [f"  {line}" for line in self.padding]
+        padding = [f"  {line}" for line in (*self.padding, *self.float8)]
         stopped = [f"  stopped: {self.stopped}"] if self.stopped else []
         return "\n".join([head, *stopped, *times, *graphs, *padding, *reasons, *compiled, *failure])
 

@@ -256,6 +256,11 @@ class Ranks:
         self._raise_if_lost()
         return given[0]
 
+    @property
+    def is_first(self) -> bool:
+        """Whether `of_first` returns what this rank gives."""
+        return all(torch.distributed.get_rank(group) == 0 for group in self._groups())
+
     def _all(self, *flags: bool) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for group in self._groups():  # the least of the first group's ranks, then the least of these

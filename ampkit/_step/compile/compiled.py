@@ -95,6 +95,7 @@ class CompiledTrainingStep(TrainingStep):
         self._layouts: dict[Hashable, CompiledLayout] = {}
         self._copies: dict[tuple[nn.Parameter, torch.dtype], nn.Parameter] = {}
         self._known: list[nn.Parameter] = []
+        self._kinds: list[type[nn.Module]] = []
         self._seeds: dict[torch.dtype, Tensor] = {}
         self._kept: dict[Tensor, Tensor] = {}  # gradients in low precision, by parameter, of the call that runs
         self._update = CompiledUpdate(self._optimizer, self.scaler, self.groups, self._max_norm, self.compiler)
@@ -149,13 +150,14 @@ class CompiledTrainingStep(TrainingStep):
         self._compilations.refuse_failed()
         notice_compiled_code()  # the rehearsal compares no numbers around compiled code
         spec, leaves = read_batch(args, kwargs, self.device)
-        params = list(self._parameters().values())
-        if not (len(params) == len(self._known) and all(map(operator.is_, params, self._known))):
-            self._layouts.clear()  # begin anew, since the model has other parameters
+        params, kinds = list(self._parameters().values()), list(map(type, self._model.modules()))
+        same = kinds == self._kinds and len(params) == len(self._known)
+        if not (same and all(map(operator.is_, params, self._known))):
+            self._layouts.clear()  # begin anew, since the model has other parameters, or rules for modules
             self._copies.clear()
             for name in [name for name in self.gradients if name.startswith(_COPY)]:
                 del self.gradients[name]
-            self._known = params
+            self._known, self._kinds = params, kinds
         key = settings_of(spec, self._model.modules(), self._known, self.device.type)
         if key not in self._layouts:
             if len(self._layouts) == MAX_LAYOUTS:

@@ -144,14 +144,16 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--ways", nargs="+", choices=["torch", *WAYS], default=["torch", *WAYS])
+    parser.add_argument("--unchecked", action="store_true", help="leave out the comparison of bits")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     case, device = (TINY_CASES if args.tiny else CASES)["gpt2"], args.device
     graph = "auto" if device == "cuda" else "emulate"
     print(torch.cuda.get_device_name() if device == "cuda" else "cpu", torch.__version__, flush=True)
-    with repeatable(strict=True):
-        (expected, _), (found, report) = trained(case, device, "off"), trained(case, device, graph)
-    print(f"{report.outcome}, {report.replays} replays, differing: {differing(found, expected)[:3]}", flush=True)
+    if not args.unchecked:
+        with repeatable(strict=True):
+            (expected, _), (found, report) = trained(case, device, "off"), trained(case, device, graph)
+        print(f"{report.outcome}, {report.replays} replays, differing: {differing(found, expected)[:3]}", flush=True)
     steps = 12
     print(f"{'way':20s} {'ms per optimizer step':>28s} {'a micro-batch':>14s} {'the update':>11s}")
     if "torch" in args.ways:

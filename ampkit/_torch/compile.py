@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def seeing_allocations_of_compiled_code(note: Callable[[Tensor], object]) -> Ite
     def put(allocators: dict[str, Callable[..., Tensor]]) -> None:
         for name, allocate in allocators.items():
             setattr(_guards, f"_{name}", allocate)  # where code that is compiled from now on takes it from
-        for module in [module for name, module in list(sys.modules.items()) if name.startswith(_WRITTEN)]:
+        for module in [module for name, module in sys.modules.copy().items() if name.startswith(_WRITTEN)]:
             vars(module).update({name: allocators[name] for name in allocators.keys() & vars(module).keys()})
 
     with Undo() as undo:
@@ -156,6 +157,29 @@ def original_code(code: CodeType) -> CodeType | None:
 def is_compiling() -> bool:
     """Return whether torch.compile is at work in this thread."""
     return _compile_id() is not None
+
+
+def around_compilations(undo: Undo, before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Call one function in front of each compilation in this thread, and one behind it, until that is undone.
+
+    A backward that is compiled when it is first called is one of its own.
+    """
+    handler = private(importlib.import_module("torch._dynamo.callback"), "callback_handler")
+    install = private(handler, "install_callbacks")
+    thread = threading.get_ident()
+    inner: list[bool] = []
+
+    @contextmanager
+    def installed(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with install(*args, **kwargs), Undo() as compiling:
+            if threading.get_ident() == thread and not inner:  # else it is called within another one
+                compiling.note(after)
+                compiling.note(inner.clear)
+                inner.append(True)
+                before()
+            yield
+
+    replace(undo, handler, "install_callbacks", installed)
 
 
 def fail_on_recompile(undo: Undo) -> None:

@@ -188,7 +188,7 @@ def test_jobs_end(jobs: str, how: tuple[str, ...], options: list[str]) -> None:
 def test_a_job_that_fails_or_hangs_is_seen() -> None:
     """The tests above would notice a rank that ends with an error, and one that does not end in time."""
     with pytest.raises(ddp_train.JobError, match=r"(?s)rank 0: exit 1\n.*Policy.*rank 1: exit 1\n"):
-        launch("--policy", "float8")
+        launch("--policy", "float7")
     with pytest.raises(ddp_train.JobError, match="rank 0: late"):
         launch(timeout=0.1, forked=False)
 

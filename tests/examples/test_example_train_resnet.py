@@ -237,7 +237,7 @@ def test_help_shows_every_default(example: ModuleType, capsys: pytest.CaptureFix
             ["--cuda-graph", "on"],
             "--cuda-graph on needs a CUDA device, but --device is cpu. Use --cuda-graph auto or off.",
         ),
-        (["--policy", "float8"], "Legal: float32, float16, bfloat16"),
+        (["--policy", "float7"], "Legal: float32, float16, bfloat16"),
         (["--epochs", "0"], "argument --epochs: 0 is not 1 or more"),
     ],
 )

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
-from ..._torch.compile import never_compile_by_itself
+from ..._torch.compile import around_compilations, never_compile_by_itself
 from ..._undo import Undo, replace
 from .executed import MONITORING, monitoring_tool
 
@@ -29,6 +30,9 @@ def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], boo
     It yields a function that returns whether all calls so far were seen. Before Python 3.12 that is false where another
     profiler runs already, or where a profiler that is written in C is started or ended in the context. A profile
     function that is set by `sys.setprofile` is called too, and stays.
+
+    What torch.compile calls while it compiles is left out: a million functions, and compiled code has guards of its own
+    for what it has read.
     """
     thread = threading.get_ident()
 
@@ -43,7 +47,10 @@ def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], boo
             if (tool := monitoring_tool(undo)) is not None:
                 MONITORING.register_callback(tool, MONITORING.events.PY_START, on_start)
                 MONITORING.register_callback(tool, MONITORING.events.PY_RESUME, on_start)
-                MONITORING.set_events(tool, MONITORING.events.PY_START | MONITORING.events.PY_RESUME)
+                calls = MONITORING.events.PY_START | MONITORING.events.PY_RESUME
+                MONITORING.set_events(tool, calls)
+                set_events = partial(MONITORING.set_events, tool)
+                around_compilations(undo, partial(set_events, 0), partial(set_events, calls))
             yield lambda: tool is not None
         elif _profile() is not None:
             yield lambda: False
@@ -53,6 +60,7 @@ def seeing_calls(note: Callable[[FrameType], bool]) -> Iterator[Callable[[], boo
             replace(undo, sys, "setprofile", shared.set_users)
             replace(undo, sys, "getprofile", shared.users)
             shared.begin()
+            around_compilations(undo, shared.pause, shared.go_on)
             yield shared.has_seen_all
 
 
@@ -78,6 +86,16 @@ class _SharedProfile:
         if self._on_event == _profile():
             _set_profile(self._users)
         self._on = False
+
+    def pause(self) -> None:
+        """See no calls, if it has seen all so far."""
+        if self.has_seen_all():
+            _set_profile(self._users)
+
+    def go_on(self) -> None:
+        """See calls again, behind `pause`."""
+        if self._on and _profile() == self._users:
+            _set_profile(self._on_event)
 
     def has_seen_all(self) -> bool:
         self._on = self._on and self._on_event == _profile()

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,24 +62,14 @@ def passes_question_on(code: CodeType) -> bool:
 
 
 def replace_compiling_questions(answer: Callable[[str], bool] | None) -> None:
-    """Have both functions call this one with their name; None: do as torch does.
+    """Have both functions call this one with their name; None: answer as torch does.
 
-    Their code is replaced, for other modules have imported them by name. Compiled code that asks compares that code,
-    except where `Compiler` has made it: so it is compiled once more when it is first called meanwhile.
+    Their code is replaced, for other modules have imported them by name. It stays so from the first call on: compiled
+    code that asks compares that code, and would be compiled once more wherever it is another one.
     """
-    if answer is not None:
-        vars(torch.compiler)["_ampkit_answer"] = answer
-    for name, (function, code) in _asked.items():
-        function.__code__ = code if answer is None else _asking(name)
-
-
-def _without_questions(guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of compiled code are kept: all but those that compare the code of the questions.
-
-    torch.compile has answered these itself, so that compiled code is the same while their code is replaced. With the
-    guards, a loss that asks would be compiled twice, as that of GPT-2 of transformers.
-    """
-    return [not any(guard.value is function for function, _ in _asked.values()) for guard in guards]
+    vars(torch.compiler)["_ampkit_answer"] = answer or (lambda question: compiling_truth[question]())
+    for name, (function, _) in _asked.items():
+        function.__code__ = _asking(name)
 
 
 _compile_id: Callable[[], object] = private(private(torch, "_guards"), "CompileContext").current_compile_id
@@ -256,9 +246,7 @@ class Compiler:
                 return inductor()(graph, inputs, config_patches=settings)
 
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, None)
-        made: Callable[..., Any] = torch.compile(
-            own, backend=backend, dynamic=False, fullgraph=whole, options={"guard_filter_fn": _without_questions}
-        )
+        made: Callable[..., Any] = torch.compile(own, backend=backend, dynamic=False, fullgraph=whole)
         return made
 
     @contextmanager

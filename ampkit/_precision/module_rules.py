@@ -122,6 +122,11 @@ def choose_float8(model: nn.Module, layers: Mapping[str, Float8Choice]) -> None:
     for path in layers:
         module = model.get_submodule(path)
         base = _ORIGINALS.get(type(module), type(module))
+        if base is not nn.Linear:
+            raise ValueError(
+                f"load_state_dict: {path} was an nn.Linear when layers were chosen to compute in float8, and is a "
+                f"{base.__name__} now. Apply the policy again: policy.remove(model), policy.apply(model)."
+            )
         module.__class__ = _subclass(base, rules[module]) if module in rules else base
 
 

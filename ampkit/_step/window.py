@@ -51,6 +51,7 @@ class Window:
     accumulated: tuple[int, ...] = ()
     _steps: int = 0  # of the optimizer, so far
     _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
+    asks: bool = True  # whether a call asks if training has stopped
     _said: bool = False  # whether an error has said that training has stopped
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
 
@@ -69,7 +70,8 @@ class Window:
         An exception or an interrupt ends the window, because the accumulated gradients may have a part of this
         micro-batch. Only an exception that says that nothing was done leaves the window as it was.
         """
-        self.refuse_stopped()
+        if self.asks:
+            self.refuse_stopped()
         if place is not None and place.first:
             self._begin()
         last = self.count + 1 == self._size if place is None else place.last

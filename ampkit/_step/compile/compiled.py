@@ -28,6 +28,7 @@ from ..._torch.compile import (
     uncompiled_call,
     untraced,
 )
+from ..._torch.tensors.modules import hook_tables, is_of_torch
 from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace
 from ..training_step import PartOfStep, Phase, TrainingStep
@@ -332,13 +333,16 @@ class CompiledLayout:
 
 
 def settings_of(spec: Spec, modules: Iterable[nn.Module], params: Sequence[nn.Parameter], kind: str) -> Hashable:
-    """Return what compiled code is made for: a layout of arguments, and the modes that they are computed in.
+    """Return what compiled code is made for: a layout of arguments, hooks, and the modes that they are computed in.
 
-    `kind` is the type of the device.
+    `kind` is the type of the device. Compiled code has no guards for hooks (`skip_nnmodule_hook_guards` of dynamo).
     """
+    modules = list(modules)
+    hooks = [(number, hook) for module in modules for table in hook_tables(module) for number, hook in table.items()]
     return (
         spec,
         tuple(module.training for module in modules),
+        tuple(number for number, hook in hooks if not is_of_torch(hook)),  # no two hooks have the same
         tuple(param.requires_grad for param in params),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.is_grad_enabled(),

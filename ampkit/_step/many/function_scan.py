@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..._capture.engine.engine import Engine
 from ..._capture.engine.multi_step import Noting, Steps
@@ -18,7 +17,7 @@ from ..._errors import CaptureError
 from ..._torch.tensors.tensors import version
 from ..step_function import StepFunction
 from ..training_step import Phase
-from .rates_ahead import RatesAhead, RateTables
+from .rates_ahead import RatesAhead, RateTables, may_step_ahead
 from .scan import MOST
 from .slices import in_order
 from .stack import Stack, Words, joined, sliced
@@ -48,9 +47,8 @@ class FunctionScan:
         self._moves: dict[Key, tuple[bool, ...]] = {}  # of each schedule whether the calls of a graph move it
         self._key: Key | None = None  # of the graph that was looked for last
         own = [groups.param_groups for groups in function.groups]
-        # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
         self._may_launch &= all(
-            isinstance(scheduler, LRScheduler) and any(scheduler.optimizer.param_groups is each for each in own)
+            may_step_ahead(scheduler) and any(scheduler.optimizer.param_groups is each for each in own)
             for scheduler in (schedule.scheduler for schedule in function.schedules)
         )
 

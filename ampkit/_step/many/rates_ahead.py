@@ -1,17 +1,60 @@
 """The learning rates of a launch: schedulers are stepped ahead of it, and its graph reads the rates from tables."""
 
+import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, TypeGuard
 
 from torch import Tensor
+from torch.nn import Module
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..._capture.host.constants import are_same
+from ..._capture.host.constants import are_same, is_plain
 from ..._optimizer.param_groups import CapturableGroups, RateTable
+from ..._torch.tensors.modules import is_of_torch
 from ..._undo import Undo
 from ..schedule import Schedule
+
+
+def may_step_ahead(scheduler: object) -> TypeGuard[LRScheduler]:
+    """Return whether a scheduler may be stepped before the steps are done: none of them changes what it reads.
+
+    It is of one of torch's own classes, and functions that the user has given it, as to `LambdaLR`, read only numbers
+    and functions that read no more. Another one may read tensors, or write to some.
+    """
+    kind = type(scheduler)
+    return issubclass(kind, LRScheduler) and is_of_torch(kind) and all(map(_is_fixed, vars(scheduler).values()))
+
+
+def _is_fixed(value: Any, within: frozenset[int] = frozenset()) -> bool:
+    """Return whether this is no function, or one that reads numbers alone. Functions `within` are being looked at."""
+    if isinstance(value, LRScheduler):
+        return may_step_ahead(value)
+    if isinstance(value, (list, tuple)):
+        return all(_is_fixed(each, within) for each in value)
+    if isinstance(value, partial):
+        return all(_is_fixed(each, within) for each in (value.func, *value.args, *value.keywords.values()))
+    if not callable(value) or is_of_torch(value) or isinstance(value, type | BuiltinFunctionType):
+        return not isinstance(value, Tensor | Module)
+    if not isinstance(value, FunctionType):
+        return False
+    read = inspect.getclosurevars(value)
+    values = (*read.nonlocals.values(), *read.globals.values(), *(value.__defaults__ or ()))
+    return id(value) in within or all(_is_read_alone(each, within | {id(value)}) for each in values)
+
+
+def _is_read_alone(value: Any, within: frozenset[int]) -> bool:
+    """Return whether a function may read this: numbers, texts, modules of Python's or torch's, functions like it."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_read_alone(each, within) for each in value)
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in {*sys.stdlib_module_names, "numpy", "torch"}
+    return is_plain(value) and _is_fixed(value, within)
 
 
 @dataclass(frozen=True, eq=False)

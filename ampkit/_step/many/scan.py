@@ -16,7 +16,7 @@ from ..._capture.keys.key import Key
 from ..._undo import Undo, replace
 from ..schedule import Schedule
 from ..training_step import PartOfStep, StepOutput, TrainingStep
-from .rates_ahead import RatesAhead, RateTables
+from .rates_ahead import RatesAhead, RateTables, may_step_ahead
 from .slices import Slices, in_order, micro_batches
 from .stack import SCAN, Stack, StackedOutputs, concatenated, stacked
 
@@ -43,8 +43,7 @@ class Scan:
         self._engine, self._step, self._padding = engine, step, padding
         self._slices, self._window, self._size = slices, slices.window, slices.size
         schedule = self._schedule = next(iter(schedules), None)
-        # A scheduler of another kind may change more than the param groups, so it must not be stepped ahead.
-        known = schedule is None or isinstance(schedule.scheduler, torch.optim.lr_scheduler.LRScheduler)
+        known = schedule is None or may_step_ahead(schedule.scheduler)
         # An optimizer that does not read its rate from a tensor would not see the rates that are set ahead.
         known = known and (schedule is None or step.capturable) and len(optimizers) == 1 and len(schedules) <= 1
         self._may_launch = known and step.observer is None and not step.ranks.several

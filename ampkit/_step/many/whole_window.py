@@ -49,7 +49,9 @@ class WholeWindow:
                 f"accumulate={size}. Pass at most {size}, make the step with accumulate={stack.count}, or "
                 "call step.scan, which does several optimizer steps."
             )
-        with Undo() as undo:
+        window.refuse_stopped(stack.count)
+        with Undo() as asking, Undo() as undo:
+            replace(asking, window, "asks", False)  # a part of a window would be done
             undo.note(window.drop)  # an error or an interrupt ends the window
             eager = self._padding is not None and bool(self._padding.why_eager)  # on all ranks
             whole = stack.count == size > 1 and not eager

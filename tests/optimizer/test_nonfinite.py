@@ -336,6 +336,25 @@ def test_windows(engine: Engine, train: Callable[[Job, list[Batch]], None]) -> N
     assert guarded.step.report().skipped == 2
 
 
+def test_a_window_stops_before_it_begins() -> None:
+    """With graphs and without, no micro-batch of the window that raises is done."""
+    found = []
+    for graph in ("off", "emulate"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        step = ampkit.graphed_step(
+            lambda m, x: m(x).square().mean(), net, optimizer, accumulate=4, nonfinite="stop", graph=graph
+        )
+        x = torch.randn(20, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+        x[6, 1] = math.nan
+        with pytest.raises(ampkit.NonfiniteError):
+            list(map(step.window, x))
+        found.append(int(net[1].num_batches_tracked))
+    assert found[0] == found[1]
+    assert found[0] % 4 == 0
+
+
 def stopped(engine: Engine, **options: Any) -> Job:
     """Return a job that was stopped in its sixth call, of which no error has told yet."""
     job = Job(engine, nonfinite="stop", **options)

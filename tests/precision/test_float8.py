@@ -513,6 +513,18 @@ def test_chosen_by_timing(timed: Times) -> None:
     assert (named.policy, named.state_dict()) == (step.policy, {})
 
 
+def test_a_choice_for_a_layer_that_was_replaced(timed: Times) -> None:
+    """It is refused: the layer that is there now is none that computes in float8."""
+    timed.update({UP: (1.0, 0.5)})
+    step, _, _ = step_of(Policy(compute="float8"))
+    step(next(batches()))
+    timed.clear()
+    other, model, _ = step_of(Policy(compute="float8"))
+    model.blocks[0].mlp[0] = nn.Sequential(model.blocks[0].mlp[0])
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.0 was an nn.Linear .* and is a Sequential now"):
+        other.load_state_dict(step.state_dict())
+
+
 def test_the_first_call_chooses(timed: Times) -> None:
     """It computes without float8 itself."""
     timed.update({UP: (1.0, 0.5)})

@@ -224,6 +224,49 @@ def test_a_loss_that_asks_whether_it_is_compiled_is_compiled_once() -> None:
         assert step.replays > 0
 
 
+@pytest.mark.filterwarnings("ignore:graphed_step. the variable asked:ampkit.CaptureWarning")
+@pytest.mark.usefixtures("fast")
+def test_another_answer_than_that_of_the_compiler() -> None:
+    """A function that is put in the place of `torch.compiler.is_compiling` is called, as by compiled code of torch."""
+    model = nn.Linear(4, 4)
+    asked: list[Callable[[], bool]] = [torch.compiler.is_compiling]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2.0 if asked[0]() else 1.0)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate", compile="default")
+    losses = [step(torch.ones(2, 4)).loss for _ in range(8)]
+    asked[0] = bool
+    losses += [step(torch.ones(2, 4)).loss for _ in range(8)]
+    assert losses[7] == 2 * losses[15]
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step. hooks of modules:ampkit.CaptureWarning")
+@pytest.mark.filterwarnings("ignore:graphed_step.compile=.default... a graph break:ampkit.AmpkitWarning")
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("add", [nn.Module.register_forward_hook, nn.Module.register_full_backward_hook])
+def test_a_hook_that_comes_behind_the_compilation(add: Callable[..., Any]) -> None:
+    """Compiled code has no guards for hooks: it is compiled anew, and once more as before where the hook has gone."""
+
+    def doubled(module: nn.Module, given: Any, made: Any) -> Any:
+        return tuple(2 * each for each in given) if isinstance(made, tuple) else 2 * made
+
+    found = []
+    for options in ({"compile": "default", "graph": "emulate"}, {"graph": "off"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = ampkit.graphed_step(lambda model, x: model(x).square().mean(), model, optimizer, **options)
+        x = torch.ones(2, 4, dtype=torch.float64)
+        losses = [step(x).loss for _ in range(6)]
+        handle = add(model[2], doubled)
+        losses += [step(x).loss for _ in range(6)]
+        handle.remove()
+        found.append([*losses, *(step(x).loss for _ in range(6))])
+    torch.testing.assert_close(*found)
+
+
 class Scalar(nn.Module):
     """A linear layer and a factor of shape (), in float64."""
 

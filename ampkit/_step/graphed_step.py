@@ -200,7 +200,7 @@ def graphed_step(
             `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
         nonfinite: what happens in a step without a loss scale whose gradients hold inf or nan, in front of or behind
             `before_step`, or whose norm is not finite with `max_norm`. "skip": it changes no bit of weights, optimizer
-            and what `after_step` writes. "stop": neither do all steps behind it, and `NonfiniteError` is raised by one
+            and what `after_step` writes in place. "stop": neither do all steps behind it, and `NonfiniteError` is raised by one
             of the next 16 calls (of `scan`, within three launches), and by `flush`, `close` and `state_dict`.
             `load_state_dict` ends that. `out.skipped` tells it in the step itself. A loss of nan with finite gradients
             is no reason. Buffers that forward changes, such as those of BatchNorm, are not put back. None: nothing is

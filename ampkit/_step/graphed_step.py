@@ -200,11 +200,11 @@ def graphed_step(
             `CaptureError`. `warmup` is at least 3. docs/compile.md has the rest.
         nonfinite: what happens in a step without a loss scale whose gradients hold inf or nan, in front of or behind
             `before_step`, or whose norm is not finite with `max_norm`. "skip": it changes no bit of weights, optimizer
-            and what `after_step` writes in place. "stop": neither do all steps behind it, and `NonfiniteError` is raised by one
-            of the next 16 calls (of `scan`, within three launches), and by `flush`, `close` and `state_dict`.
-            `load_state_dict` ends that. `out.skipped` tells it in the step itself. A loss of nan with finite gradients
-            is no reason. Buffers that forward changes, such as those of BatchNorm, are not put back. None: nothing is
-            looked at. docs/scaling.md has the costs.
+            and what `after_step` writes in place. "stop": neither do all steps behind it, and `NonfiniteError` is
+            raised by one of the next 16 calls (of `scan`, within three launches), and by `flush`, `close` and
+            `state_dict`. `load_state_dict` ends that. `out.skipped` tells it in the step itself. A loss of nan with
+            finite gradients is no reason. Buffers that forward changes, such as those of BatchNorm, are not put back.
+            None: nothing is looked at. docs/scaling.md has the costs.
         moments: "bfloat16": Adam and AdamW keep `exp_avg` and `exp_avg_sq` in bfloat16, and SGD its momentum. The
             optimizer has `fused=True`; its arithmetic stays float32. State that it has, or loads, is cast. None: in the
             dtype of the parameters, as torch does. docs/precision.md has that, and `Policy(rounding=...)`.

@@ -39,6 +39,9 @@ AHEAD: dict[str, Callable[[Optimizer], object]] = {
     "several": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 10)], [5]
     ),
+    "of a rate that is a tensor": lambda o: lr_scheduler.LambdaLR(
+        SGD([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1)), both
+    ),
     "of a function": lambda o: lr_scheduler.LambdaLR(o, both),
     "of a part": lambda o: lr_scheduler.LambdaLR(o, partial(rise, over=7)),
     "of a builtin function": lambda o: lr_scheduler.MultiplicativeLR(o, math.cos),

@@ -40,7 +40,7 @@ def _is_fixed(value: Any, within: frozenset[int] = frozenset()) -> bool:
     if isinstance(value, partial):
         return all(_is_fixed(each, within) for each in (value.func, *value.args, *value.keywords.values()))
     if not callable(value) or is_of_torch(value) or isinstance(value, type | BuiltinFunctionType):
-        return not isinstance(value, Tensor | Module)
+        return not isinstance(value, Module)
     if not isinstance(value, FunctionType):
         return False
     read = inspect.getclosurevars(value)
@@ -54,7 +54,7 @@ def _is_read_alone(value: Any, within: frozenset[int]) -> bool:
         return all(_is_read_alone(each, within) for each in value)
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in {*sys.stdlib_module_names, "numpy", "torch"}
-    return is_plain(value) and _is_fixed(value, within)
+    return is_plain(value) and not isinstance(value, Tensor) and _is_fixed(value, within)
 
 
 @dataclass(frozen=True, eq=False)

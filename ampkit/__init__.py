@@ -68,9 +68,9 @@ if _typing.TYPE_CHECKING:
 else:  # a type checker would take every name for one of ampkit
 
     def __getattr__(name: str) -> object:
-        """Import `ampkit.debug` when it is first asked for: most programs never do."""
-        if name == "debug":
-            return _importlib.import_module("ampkit.debug")
+        """Import `ampkit.debug`, `lightning` or `transformers` when it is first asked for: most programs never do."""
+        if name in ("debug", "lightning", "transformers"):
+            return _importlib.import_module(f"ampkit.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -24,6 +24,7 @@ from .._optimizer.update.state_form import StateForm
 from .._precision.dtypes import as_dtype
 from .._precision.module_rules import ModuleRules, why_not_applied
 from .._precision.policy import Policy
+from .._torch.optimizers import has_lost_fused
 from .._torch.tensors.tensors import sharded_class
 from .._user_line import running_place, users_level
 from .observer import Observer
@@ -192,6 +193,13 @@ def read_optimizers(
         check_instance("graphed_step", name, each, torch.optim.Optimizer, expected)
         if problem := why_not_called(each) or ("" if rounds else broken_kernel(each)):
             raise ValueError(f"graphed_step({name}): {problem}")
+        if has_lost_fused(each):
+            warnings.warn(
+                f"graphed_step({name}): a state that was loaded has put fused=None over the fused=True that it was "
+                "made with. Behind load_state_dict write: for group in optimizer.param_groups: group['fused'] = True.",
+                AmpkitWarning,
+                stacklevel=users_level(),
+            )
         for i, group in enumerate(each.param_groups):
             strangers = [param for param in group["params"] if param not in known]
             if strangers:

@@ -34,7 +34,16 @@ _step_wrapper = private(torch.optim.Optimizer, "profile_hook_step")(lambda self:
 def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch's GradScaler leaves unscaling and skipping to `optimizer.step`."""
     # Optimizers without such a step lack the name, so there is nothing to guard.
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not has_lost_fused(optimizer)
+
+
+def has_lost_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `load_state_dict` has put `fused=None` over the `fused=True` that torch's optimizer was made with.
+
+    It still says that its step scales, and then fails an assertion, with torch's own GradScaler, too.
+    """
+    was_fused = getattr(optimizer, "_step_supports_amp_scaling", False) and is_of_torch(type(optimizer))
+    return bool(was_fused) and not all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def can_init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:

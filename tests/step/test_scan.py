@@ -225,7 +225,7 @@ def test_outputs_are_the_callers(engine: Engine) -> None:
 @pytest.mark.parametrize("rate", ["float", pytest.param("tensor", marks=pytest.mark.seeds)])
 @pytest.mark.slow
 def test_a_momentum_that_changes_now_and_then(engine: Engine, rate: str) -> None:
-    """A graph holds the momentum as a constant. A scheduler of the user's is not stepped ahead, and each call is one."""
+    """A graph holds the momentum as a constant. A scheduler of the user's is not stepped ahead: calls are single."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = sgd(params)

@@ -554,3 +554,33 @@ def test_a_step_for_each_epoch_is_said() -> None:
     with pytest.warns(ampkit.AmpkitWarning, match="Make it once, in front of the loop over epochs") as caught:
         make(power=2)
     assert caught[0].filename == __file__
+
+
+def test_a_loaded_state_that_is_not_fused() -> None:
+    """torch's load_state_dict takes `fused=None` over, and its own scaler fails then. The step says what to write."""
+
+    def made(fused: bool | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return model, torch.optim.AdamW(model.parameters(), fused=fused)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    model, old = made(None)
+    loss_fn(model, torch.ones(2, 4)).backward()
+    old.step()
+    model, optimizer = made(True)
+    optimizer.load_state_dict(old.state_dict())
+    with pytest.warns(
+        ampkit.AmpkitWarning, match=r"write: for group in optimizer.param_groups: group\['fused'\] = True"
+    ):
+        step = ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", graph="off")
+    before = model.weight.detach().clone()
+    step(torch.ones(2, 4))
+    assert not torch.equal(model.weight, before)
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ampkit.graphed_step(loss_fn, model, optimizer, policy="float16", graph="off")

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..._errors import CaptureError
 from ..._user_line import WarnOnce
 
@@ -81,7 +83,8 @@ class Fallback:
         if self.raises:
             raise self.error(reason)
         self.refused = self.failure = reason
-        self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning.")
+        tries = "" if torch.cuda.is_available() else ", and graph='emulate' tries the code without a GPU"
+        self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning{tries}.")
 
     def refuse_wrong_graph(self, problem: str, outputs: Any) -> None:
         """Make every call eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""

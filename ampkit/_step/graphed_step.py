@@ -533,8 +533,7 @@ class GraphedStep(GraphOwner):
             ValueError: it is of a step whose batches were padded in another way, or of a model with other layers under
                 float8 rules, or this device has no float8.
         """
-        self._float8.load_state_dict(state_dict.get("float8", {}))
-        if not self._float8.pending:
+        if self._float8.load_state_dict(state_dict.get("float8", {})):
             self._turn.call(self._go_on_with_choice)
         state = state_dict.get("buckets", {})
         if self._padding is not None:

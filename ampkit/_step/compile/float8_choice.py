@@ -151,11 +151,13 @@ class Float8Chooser:
         """Return the choice in dicts and lists; {} if there is none."""
         return {path: [*map(_listed, layer)] for path, layer in self.layers.items()} if self._has_chosen else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the choice of another step. Raise a `ValueError` if this model or device cannot."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on with the choice of another step. Return whether it is another one. Raise a `ValueError` if this model
+        or device cannot.
+        """
         loaded = {path: Float8Choice(*map(_unlisted, layer)) for path, layer in state.items()}
         if not loaded or (not self.pending and _in_float8(loaded) == _in_float8(self.layers)):
-            return  # a policy may name what was chosen
+            return False  # a policy may name what was chosen
         odd = sorted(loaded.keys() ^ self.layers.keys())
         odd += [path for path, layer in loaded.items() if layer.form not in (PLAIN, *RECIPES)]
         if odd:
@@ -167,6 +169,7 @@ class Float8Chooser:
         if problem and _in_float8(loaded):
             raise ValueError(f"load_state_dict: layers were chosen to compute in float8, but {problem}.")
         self._set(loaded)
+        return True
 
 
 def _in_float8(layers: Mapping[str, Float8Choice]) -> dict[str, str]:

@@ -151,6 +151,15 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, compiled code comes from AOTAutograd alone."""
+    from harness import leave_out_inductor
+
+    if not torch.cuda.is_available():
+        leave_out_inductor(monkeypatch)
+
+
+@pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models stay in parts where a GPU shows that their steps are slower in parts."""
     monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda options: False)

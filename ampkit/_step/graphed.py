@@ -293,7 +293,8 @@ class GraphedFunction(GraphOwner):
 
         Calls are made one by one if they are not captured as a whole; with several processes; if the function changes
         its arguments in place, or decides by draws of the host or by answers of the device. With `scheduler=`, also if
-        one is no `LRScheduler` of torch or changes more than rates, and if a rate is a tensor.
+        one is of no class of torch's, is made with a function that reads more than numbers, or changes more than rates,
+        and if a rate is a tensor.
 
         Args:
             *args: trees of tensors of shape (K, ...) on the modules' device, and of hashable constants that all K calls

@@ -238,8 +238,7 @@ def graphed_step(
     device = device_of(model, policy := read_policy("graphed_step", policy))
     if max_norm is not None:
         max_norm = read_positive("graphed_step", "max_norm", max_norm, "None to disable clipping")
-    rounds = policy is not None and policy.rounding is not None
-    optimizers = read_optimizers(optimizer, model, max_norm, rounds=rounds)
+    optimizers = read_optimizers(optimizer, model, max_norm, rounds=policy is not None and policy.rounding is not None)
     schedulers = read_schedulers("graphed_step", scheduler, optimizers)
     check_compile("graphed_step", compile, model, loss_fn, numerics)
     if options.graph != "off" and scaler is None:
@@ -249,10 +248,9 @@ def graphed_step(
     has_copies = bool(ranks.wrappers) or any(map(is_copied, model.parameters()))
     form = read_state_form("graphed_step", moments, policy, optimizers, has_copies=has_copies)
     _refuse_together(optimizers, arithmetic, sharded=ranks.sharded, changes=before_step is not None, scaler=scaler)
-    for each in optimizers:
-        sum_in_order_of(model, each)
     as_torch = is_torchs(arithmetic, compile, sharded=ranks.sharded, form=form)
     for each in optimizers:
+        sum_in_order_of(model, each)
         set_state_form(each, form)
     not_with_optimizer, place = place_of(
         optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step, compiled=compile is not None
@@ -280,9 +278,7 @@ def graphed_step(
     )
     state = step.state({"model": model} if follower is None else {"model": model, "after_step": follower})
     session = session_of(step, state, model, options, "graphed_step", compile=compile, blocker=blocker)
-    padding = None
-    if buckets is not None:
-        padding = Padding(buckets, ranks, PaddingCheck(buckets, step.loss, model, generators))
+    padding = None if buckets is None else Padding(buckets, ranks, PaddingCheck(buckets, step.loss, model, generators))
     float8 = Float8Chooser(policy, model, step)
     return GraphedStep(step, Engine(session), optimizers, accumulate, schedulers, padding, float8)
 

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ENGINES, allow_inductor_warnings, leave_out_inductor
+from harness import ENGINES, allow_inductor_warnings
 from lightning_harness import Net, assert_same_runs, fit, fused, quiet
 
 from ampkit import AmpkitWarning
@@ -17,12 +17,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "fast"),
     pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),  # Inductor's, on CUDA
 ]
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        leave_out_inductor(monkeypatch)
 
 
 class UsesIndex(Net):

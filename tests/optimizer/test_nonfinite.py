@@ -161,7 +161,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skipped_steps_were_never_made(engine: Engine, optimizer: str, max_norm: float | None) -> None:
-    """Behind 100 random places that are not finite, all has the bits of a run that leaves these calls out."""
+    """E3: behind 100 random places that are not finite, all has the bits of a run that leaves these calls out."""
     drawn = random.Random(f"{optimizer} {max_norm}")
     given = batches(engine[0], 2 * PLACES + 4)
     # The first call of Muon and of the user's own has been seen: a step that makes state is not undone but waited for.
@@ -181,7 +181,7 @@ def test_skipped_steps_were_never_made(engine: Engine, optimizer: str, max_norm:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("optimizer", ["fused AdamW", "fused SGD", "Adam", "Muon and AdamW"])
 def test_stops(engine: Engine, optimizer: str) -> None:
-    """100 times a random place is not finite: the weights are those before it, and an error comes within 16 calls."""
+    """E3: 100 random places: the weights are those before it, and an error comes within 16 calls."""
     drawn = random.Random(optimizer)
     given = batches(engine[0], 40)
     guarded = Job(engine, optimizer, average=True, nonfinite="stop")

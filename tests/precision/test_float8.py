@@ -539,7 +539,7 @@ def test_the_first_call_chooses(timed: Times) -> None:
 
 @pytest.mark.parametrize("graph", ["off", "emulate"])
 def test_a_choice_lasts(graph: str, timed: Times) -> None:
-    """A run that goes on from a checkpoint computes as before, though the times would be others."""
+    """E1: a run that goes on from a checkpoint computes as before, though the times would be others."""
     timed.update({UP: (1.0, 0.5)})
     policy, feed = Policy(compute="float8"), batches()
     step, model, optimizer = step_of(policy, graph)

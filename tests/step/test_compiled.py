@@ -19,7 +19,6 @@ from harness import (
     assert_same,
     boosted_loss,
     deterministic,
-    leave_out_inductor,
     make_batches,
     make_net,
     marked_line,
@@ -37,12 +36,6 @@ from ampkit._step.compile.compiled import CompiledTrainingStep
 
 Engine = tuple[str, str]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        leave_out_inductor(monkeypatch)
 
 
 def trajectory(

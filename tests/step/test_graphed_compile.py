@@ -11,7 +11,6 @@ from harness import (
     assert_same,
     bits,
     deterministic,
-    leave_out_inductor,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,12 +19,6 @@ import ampkit
 
 Engine = tuple[str, str]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        leave_out_inductor(monkeypatch)
 
 
 class Agent(nn.Module):

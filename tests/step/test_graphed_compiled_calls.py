@@ -12,7 +12,6 @@ from harness import (
     COMPILER,
     assert_same,
     bits,
-    leave_out_inductor,
     marked_line,
 )
 from torch import Tensor, nn
@@ -24,12 +23,6 @@ import ampkit
 
 Engine = tuple[str, str]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        leave_out_inductor(monkeypatch)
 
 
 def small(loss_of: Callable[[nn.Module, Tensor], Tensor], graph: str, **options: Any) -> tuple[Any, nn.Module]:

@@ -1,7 +1,12 @@
-"""A port for the store of a job, for scripts that start ranks."""
+"""Scripts with ranks: a port for the store of their job, and a job of two processes."""
 
+import os
 import random
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 
 def free_port() -> int:
@@ -15,3 +20,23 @@ def free_port() -> int:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
+
+
+def printed_by_two_ranks(script: Path, *args: str, folders: Sequence[Path], begins: str, **env: str) -> str:
+    """Run a script of this folder in two processes on the CPU; return the line of its output that `begins` so.
+
+    It imports from the repository, from this folder and from `folders`.
+    """
+    paths = map(str, (script.parents[2], script.parent, *folders))
+    path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    done = subprocess.run(
+        [*command, str(script), *args],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return next(line for line in done.stdout.splitlines() if line.startswith(begins))

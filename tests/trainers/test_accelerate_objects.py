@@ -1,9 +1,6 @@
 """What `accelerator.prepare` returns works in `graphed_step` and `graphed`, with the bits of accelerate's own loop."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +10,7 @@ import harness
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits
-from ports import free_port
+from ports import printed_by_two_ranks
 from tape import taped
 from torch import Tensor, nn
 
@@ -106,16 +103,5 @@ def test_graphed_step(engine: tuple[str, str], wrapped: bool) -> None:
 def test_fsdp_of_two_processes() -> None:
     """`graphed_step` on what accelerate has sharded (FSDP 2): losses and shards are those of accelerate's loop."""
     script = Path(harness.__file__).parent / "accelerate_ranks.py"
-    path = os.pathsep.join([str(script.parents[2]), str(script.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    done = subprocess.run(
-        [*command, str(script)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_FSDP": "true"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+    rows = json.loads(printed_by_two_ranks(script, folders=(), begins="[{", ACCELERATE_USE_FSDP="true"))
     assert rows == [{"model": "FSDPSequential", "replays": 22, "equal": True}] * 2

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ import torch
 import trainer_setups
 from harness import ENGINES, assert_same, bits
 from models import repeatable
-from ports import free_port
+from ports import printed_by_two_ranks
 from tape import taped
 from torch import Tensor
 from trainer_setups import graphed, state_of, taken_for_installed, trained, trainer_of
@@ -356,20 +354,11 @@ def test_private_names() -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Under DDP the bits are those of the Trainer; gradients are averaged once per optimizer step."""
     support = Path(trainer_setups.__file__).parent
-    script = support / "trainer_ranks.py"
-    folders = [str(support.parents[1]), str(support), str(support.parent / "benchmarks")]
-    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    benchmarks = support.parent / "benchmarks"
+    printed = printed_by_two_ranks(
+        support / "trainer_ranks.py", str(tmp_path), folders=(benchmarks,), begins='{"float32"'
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"float32"')))
+    rows = json.loads(printed)
     assert not [row["differs"] for row in rows.values() if row["differs"]]
     assert [row["replays"] for row in rows.values()] == [28, 28, 32, 0]
     assert "ddp_find_unused_parameters=False" in rows["looks for unused parameters"]["failure"]

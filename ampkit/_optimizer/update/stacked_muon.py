@@ -23,7 +23,7 @@ from ..step_kind import parameters, runs_beside_step, torch_class
 _MOST_ELEMENTS = 2**27  # in a stack, which is 256 MiB in bfloat16; what a product makes takes as much again
 _MOST_VARIANTS = 8  # sets of hyperparameters for one layout; each of them is compiled by itself
 _MOST_STEPS = 99  # of Newton and Schulz, as in torch
-# GPT-2 124M took 9.4 to 11.7 s per step on a busy CPU of two cores, compiled or not, and its first step a minute more.
+# On a CPU a step took as long compiled as not, and compiling it took longer than many steps.
 _GAINS_ON = ("cuda",)
 
 
@@ -32,8 +32,7 @@ class StackedMuon:
     """Steps a Muon. State and hyperparameters are those of torch.
 
     What comes in front of the products and behind them is compiled, once for all matrices of a shape. The products are
-    left to torch. One function of all matrices of a shape would have many more kernels to compile: for GPT-2 that took
-    109 s on a busy CPU, where this takes 60 s.
+    left to torch. One function of all matrices of a shape would have many more kernels to compile.
 
     Attributes:
         problem: why nothing more is compiled; "" if it may be.

@@ -23,7 +23,7 @@ class DifferingTensor:
             out.
         kind: "loss", "parameter" or "buffer".
         shapes: the shapes in the old and in the new loop; None in the loop that has no such tensor.
-        dtypes: the dtypes in the old and in the new loop, likewise.
+        dtypes: the dtypes in the old and in the new loop; None where the tensor is missing.
         absolute: the largest difference of two elements. It is inf if the shapes differ, and where only one element is
             inf or nan.
         relative: the largest difference of two elements, divided by the larger magnitude of the two: from 0 to 2.

@@ -10,7 +10,9 @@ images per batch. Its facts are taken over, its code is not. The images are rand
 is timed, and the bias of the whitening is trained in all steps, not in the first 75 alone.
 
 First losses and weights of `ampkit.graphed`, nothing compiled, beside the same steps in an eager loop, bit by bit,
-under deterministic algorithms. Then milliseconds per step of each way, the median over repeats (least to most).
+under deterministic algorithms. Then milliseconds per step of each way, the median over repeats (least to most), and
+milliseconds that the device computes in a step: the sum of its kernels, as torch's profiler has them. No way of
+launching these kernels is faster than that.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import ampkit
 from tests.benchmarks.models import differing, repeatable
@@ -201,8 +205,8 @@ def trained(sizes: Sizes, way: Way) -> tuple[dict[str, Tensor], str]:
     return {"losses": torch.stack(losses), **state, **momenta}, report
 
 
-def timed(sizes: Sizes, way: Way) -> tuple[list[float], float]:
-    """Return milliseconds per step of each repeat, and the seconds before them."""
+def timed(sizes: Sizes, way: Way) -> tuple[list[float], float, float]:
+    """Return milliseconds per step of each repeat, those of its kernels, and the seconds before them."""
     torch.compiler.reset()
     start = time.perf_counter()
     recipe, step = made(sizes, way)
@@ -220,7 +224,11 @@ def timed(sizes: Sizes, way: Way) -> tuple[list[float], float]:
     run(10)  # compilation, warm-up, capture
     steps = min(sizes.steps, max(2, int(SECONDS / REPEATS / (run(4) / 4))))
     before = time.perf_counter() - start
-    return sorted(1e3 * run(steps) / steps for _ in range(REPEATS)), before
+    rows = sorted(1e3 * run(steps) / steps for _ in range(REPEATS))
+    with profile(activities=[ProfilerActivity.CUDA] if sizes.device == "cuda" else [ProfilerActivity.CPU]) as found:
+        run(steps)
+    on_device = [event for event in found.events() if event.device_type is DeviceType.CUDA]
+    return rows, sum(event.device_time for event in on_device) / 1e3 / steps, before
 
 
 def wait(device: str) -> None:
@@ -242,18 +250,18 @@ def main() -> None:
     with repeatable(strict=True):
         (expected, _), (found, report) = trained(sizes, WAYS[0]), trained(sizes, WAYS[3])
     print(f"{report}, differing: {differing(found, expected)[:3]}", flush=True)
-    print(f"{'way':38s} {'ms per step':>28s} {'of the author':>14s} {'before, s':>10s}")
+    print(f"{'way':38s} {'ms per step':>28s} {'of the author':>14s} {'its kernels':>12s} {'before, s':>10s}")
     authors = None
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         for way in WAYS:
             if not any(text in way.name for text in args.ways):
                 continue
-            rows, before = timed(sizes, way)
+            rows, kernels, before = timed(sizes, way)
             middle = statistics.median(rows)
             authors = middle if way is WAYS[1] else authors
             share = f"{middle / authors:.2f}x" if authors is not None else ""
             spread = f"{middle:9.3f} ({rows[0]:.3f} to {rows[-1]:.3f})"
-            print(f"{way.name:38s} {spread:>28s} {share:>14s} {before:10.1f}", flush=True)
+            print(f"{way.name:38s} {spread:>28s} {share:>14s} {kernels:12.3f} {before:10.1f}", flush=True)
 
 
 if __name__ == "__main__":

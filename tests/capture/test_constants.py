@@ -1,6 +1,8 @@
 """`step.constants()`: the values of the host that graphs hold, with the lines that read them; and their equality."""
 
+import logging
 import math
+import weakref
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +20,7 @@ from ampkit._capture.host.constants import are_same
 CONFIG: Any = SimpleNamespace(loss={"l1": 0.5}, calls=0, on=False, unread=2)
 MASK = torch.full((4,), 2.0)
 SCHEDULE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+SAID: set[str] = set()
 PRIOR = torch.distributions.Normal(0.0, 1.0)
 
 
@@ -97,6 +100,33 @@ def test_what_is_not_compared() -> None:
         "PRIOR.batch_shape": "objects of torch are not looked into",
     }
     assert step.constants().compared == len(step.constants()) - 3
+
+
+def said_once(logger: logging.Logger, text: str) -> None:
+    if text not in SAID and logger.isEnabledFor(logging.DEBUG):
+        logger.debug(text)
+
+
+def test_of_a_logger_its_own_settings_count() -> None:
+    """R7: all loggers of the process hang on each other, and there are a thousand of them."""
+    parent, model = logging.getLogger("ampkit_test"), Net()
+    logger = parent.getChild("child")
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        weakref.ref(logger)  # any code may be behind this
+        said_once(logger, "a step")
+        return model(x).sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ampkit.graphed_step(loss_fn, model, optimizer, graph="emulate", host_writes="ignore")
+    train(step)
+    found = {each.path for each in step.constants()}
+    assert {"logger.level", "logger.parent.level"} <= found
+    assert not [path for path in found if "loggerDict" in path]
+    parent.setLevel(logging.INFO)
+    with pytest.warns(ampkit.AmpkitWarning, match=r"logger\._cache\[10\] changed"):  # what a logger keeps of the levels
+        train(step, 5)
+    parent.setLevel(logging.NOTSET)
 
 
 def test_values_are_those_of_now() -> None:

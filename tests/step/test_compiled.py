@@ -112,6 +112,25 @@ INDUCTOR = [  # Inductor has no kernels to choose from on a CPU
 ]
 
 
+@pytest.mark.cuda
+@pytest.mark.slow
+@allow_inductor_warnings
+def test_kernels_that_are_timed_in_a_watched_call() -> None:
+    """Inductor times kernels in the first run of compiled code, which waits; steps in windows watch such a call."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.LayerNorm(2048), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(2048, 10)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    step = ampkit.graphed_step(loss_fn, model, optimizer, policy="bfloat16", accumulate=4, compile="default")
+    x, y = torch.randn(512, 2048, device="cuda"), torch.arange(512, device="cuda") % 10
+    for _ in range(20):
+        step(x, y)
+    assert step.report().outcome == "whole", str(step.report())
+
+
 @pytest.mark.parametrize(("engine", "mode", "policy"), INDUCTOR)
 @pytest.mark.slow
 @allow_inductor_warnings

@@ -186,6 +186,7 @@ _LINES = itertools.count(1)
 _DEEPEST = 8  # tables in tables; a level of OmegaConf's `config.vision.depth` has two
 _MOST_NAMED = 4096
 _MOST_TABLES = 1000  # in all
+_ALL_LOGGERS = logging.Logger.manager.loggerDict  # of the process. Each of them leads there, and reads its parents.
 _CACHED = type(functools.cache(lambda: None))
 
 
@@ -260,7 +261,7 @@ def holders(
         if issubclass(type(owner), logging.Handler):  # it writes what is logged, which is told by other means
             continue
         for held, is_object, table, entries in _tables(owner):
-            if id(held) in seen or len(seen) >= _MOST_TABLES:
+            if id(held) in seen or held is _ALL_LOGGERS or len(seen) >= _MOST_TABLES:
                 continue
             seen.add(id(held))
             is_small = isinstance(table, dict) and not is_object and len(entries) <= MOST_ENTRIES

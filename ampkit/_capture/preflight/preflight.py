@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from ..._torch.autograd.backward_thread import run_backwards_here
-from ..._torch.compile import COMPILER
+from ..._torch.compile import COMPILER, KERNEL_TIMING
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
@@ -436,8 +436,8 @@ class Preflight(WatchingMode):
 
 
 def _compiles(place: SourceLocation) -> bool:
-    """Return whether torch's compiler runs there. It may wait: it does so before the capture, not in it."""
-    return place.inside.startswith(COMPILER)
+    """Return whether torch's compiler runs there, or times kernels. It may wait: that is before the capture."""
+    return place.inside.startswith((*COMPILER, KERNEL_TIMING))
 
 
 # What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).

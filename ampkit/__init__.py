@@ -27,8 +27,8 @@ from ._precision.op_table import op_table as op_table
 from ._precision.policy import Policy as Policy
 from ._step.graphed import GraphedFunction as GraphedFunction
 from ._step.graphed import graphed as graphed
-from ._step.graphed_step import GraphedStep as GraphedStep
 from ._step.graphed_step import graphed_step as graphed_step
+from ._step.step_calls import GraphedStep as GraphedStep
 from ._step.training_step import StepOutput as StepOutput
 
 __version__ = "0.1.0"

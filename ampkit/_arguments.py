@@ -106,6 +106,11 @@ def read_positive(where: str, name: str, value: Any, otherwise: str) -> Any:
     return value if type(value) is int and value < 2**63 else number  # of which torch takes none that are larger
 
 
+def read_max_norm(where: str, value: Any) -> Any:
+    """Return a norm to clip to, None for no clipping. Raise a `ValueError` if it is neither."""
+    return None if value is None else read_positive(where, "max_norm", value, "None to disable clipping")
+
+
 def real_number(value: object) -> float | None:
     """Return a real number as a float; None of anything else, and of an int beyond what a float holds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

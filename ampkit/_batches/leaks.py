@@ -52,11 +52,7 @@ class PaddingCheck:
     """
 
     def __init__(
-        self,
-        buckets: Buckets,
-        loss: Callable[..., Tensor],
-        model: nn.Module,
-        generators: Sequence[torch.Generator],
+        self, buckets: Buckets, loss: Callable[..., Tensor], model: nn.Module, generators: Sequence[torch.Generator]
     ) -> None:
         self._buckets, self._loss, self._model, self._generators = buckets, loss, model, generators
         self._read_in: set[int] = set()  # dimensions that were padded where it was asked

@@ -19,9 +19,7 @@ _SWA_CODE = inspect.unwrap(get_swa_multi_avg_fn()).__code__
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
-def capturable(
-    after_step: Callable[[nn.Module], object],
-) -> tuple[Callable[[nn.Module], object], nn.Module | None]:
+def capturable(after_step: Callable[[nn.Module], object]) -> tuple[Callable[[nn.Module], object], nn.Module | None]:
     """Return what to run after the optimizer in place of `after_step`, and the module whose state that changes.
 
     `update_parameters` of an `AveragedModel` is replaced by `update_average`, and `prepare_average` is called here.

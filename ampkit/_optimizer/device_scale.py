@@ -78,7 +78,8 @@ class DeviceScale(upstream.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def _count(self) -> None:
-        assert self.found_inf is not None  # set by step
+        if self.found_inf is None:  # of a disabled scaler
+            return
         assert self.steps is not None  # made with the scale, as the next
         assert self.skipped is not None
         foreach_add_([self.steps, self.skipped], [torch.ones_like(self.found_inf), self.found_inf])

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,19 +72,6 @@ def any_found(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return `min(1, max_norm / (norm + 1e-6))`, as torch.nn.utils.clip_grad_norm_ does. Shape (). Sync: none."""
     return torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
-
-
-def step_clipped(
-    optimizer: Optimizer, max_norm: float | None, norm_type: float, step: Callable[[], Any], over_ranks: OverRanks
-) -> tuple[Any, Tensor | None]:
-    """Clip the norm over all gradients to `max_norm`, and call `step`. A fused optimizer clips in its own kernel.
-
-    Returns what `step` returned, and the norm before clipping (None without `max_norm`). Sync: none beyond the step's.
-    """
-    seed_late_momentum(optimizer)
-    norm, divisor = clip_unscaled_(optimizer, max_norm, norm_type, over_ranks)
-    with nullcontext() if divisor is None else kernel_scaling(optimizer, divisor, None):
-        return step(), norm
 
 
 def clip_unscaled_(

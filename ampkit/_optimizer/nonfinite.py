@@ -1,22 +1,18 @@
 """A guard against gradients that are not finite, without a loss scale: such a step is skipped, or training stops."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._undo import Undo
 from .device_scale import copied_counts
-from .device_step import Prepared, any_found, can_be_prepared, clip_coefficient, clip_unscaled_, total_norm
+from .device_step import any_found, total_norm
 from .scaled_step import ScaledStep
 from .scaler import GradScaler
-from .sharded import ONE_RANK, OverRanks, on_shards
-from .step_kind import gradients, summed_parameters, takes_scale
-from .update.state_form import step_of
+from .sharded import ONE_RANK, OverRanks
+from .step_kind import gradients
 
 SKIP, STOP = "skip", "stop"
 _LATE = 7  # calls behind its start, a copy to the host is read: the device has mostly passed it by then
@@ -73,65 +69,20 @@ class NonfiniteGuard(GradScaler):
         """Return the argument."""
         return outputs
 
-    def step_together(
-        self,
-        optimizers: Sequence[Optimizer],
-        max_norm: float | None,
-        steps: Mapping[Optimizer, Callable[[], Any]] = MappingProxyType({}),
-    ) -> None:
-        """See `GradScaler`."""
-        grads, self.grad_norm, clip = gradients(*optimizers), None, None
-        self._scaled_step.undecided = False
-        if max_norm is not None and grads:
-            self.grad_norm = total_norm(grads, grads[0].device)
-            clip = clip_coefficient(self.grad_norm, max_norm)
-        self.found_inf = self._found(optimizers, self.grad_norm)
-        for optimizer in optimizers:
-            step = steps.get(optimizer) or step_of(optimizer)
-            self._scaled_step.step(optimizer, gradients(optimizer), self.found_inf, None, clip, step)
-        self._count()
-
-    def _step(
-        self,
-        optimizer: Optimizer,
-        max_norm: float | None,
-        norm_type: float,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> float | None:
-        with Undo() as undo, on_shards(optimizer) as over_ranks:
-            undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
-            self._scaled_step.undecided = False
-            self.grad_norm, divisor = clip_unscaled_(optimizer, max_norm, norm_type, over_ranks)
-            self.found_inf = self._found([optimizer], self.grad_norm, over_ranks)
-            step, grads = partial(step_of(optimizer), *args, **kwargs), gradients(optimizer)
-            stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, None, step)
-            self._count()
-            return stepped
+    @property
+    def _scales(self) -> bool:
+        return False
 
     def unscale_all(self, optimizers: Sequence[Optimizer]) -> Tensor:
         """Look at the gradients as they are now. The step is skipped if this or a later look finds something.
 
         Returns 1.0 if one has, else 0.0: shape (), on the device. Sync: none.
         """
-        found = self._found(optimizers, None)
+        found = self._look(optimizers, None)
         self._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"] = {found.device: found}
         return found
 
-    def prepare(self, optimizer: Optimizer, max_norm: float | None) -> Prepared | None:
-        """See `GradScaler`."""
-        return self._clipped(optimizer, max_norm) if can_be_prepared(optimizer) else None
-
-    def prepare_apart(self, optimizer: Optimizer, max_norm: float | None) -> Prepared | None:
-        """See `GradScaler`."""
-        in_step = not gradients(optimizer) or (max_norm is None and takes_scale(optimizer))
-        return None if in_step else self._clipped(optimizer, max_norm)
-
-    def _clipped(self, optimizer: Optimizer, max_norm: float | None) -> Prepared:
-        norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
-        return Prepared(norm, self._found([optimizer], norm))
-
-    def _found(self, optimizers: Sequence[Optimizer], norm: Tensor | None, over_ranks: OverRanks = ONE_RANK) -> Tensor:
+    def _look(self, optimizers: Sequence[Optimizer], norm: Tensor | None, over_ranks: OverRanks = ONE_RANK) -> Tensor:
         """Return 1.0 if the step is to be skipped, else 0.0: float32, shape ().
 
         Without a norm it takes the largest magnitude of an element, which is finite exactly if all elements are.

@@ -46,7 +46,6 @@ class _Computed(NamedTuple):
 
 
 def _value(formula: Any, rates: Sequence[float]) -> Any:
-    """Return the number that a formula stands for."""
     if type(formula) is _RateOf:
         return rates[formula.group]
     if type(formula) is _Computed:

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch.optim import Optimizer
 from .._errors import AmpkitWarning, CaptureError
 from .._torch.device.streams import is_capturing
 from .._user_line import users_level
-from .device_step import changed_by_step, divide_and_clip_, kernel_scaling, seed_momentum, step_or_undo
+from .device_step import (
+    changed_by_step,
+    divide_and_clip_,
+    kernel_scaling,
+    seed_late_momentum,
+    seed_momentum,
+    step_or_undo,
+)
 from .rollback import StepChanges
 from .step_kind import can_be_undone, runs_beside_step, scales_in_kernel, takes_scale, torch_class
 
@@ -38,16 +46,11 @@ class ScaledStep:
             self._changes = weakref.WeakKeyDictionary()
         return self._changes.setdefault(optimizer, StepChanges())
 
-    def step_unscaled(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Call `step`, which steps an optimizer of a scaler that does not scale. Return what it returned."""
-        changes = None if self._changes is None else self._changes.get(optimizer)
-        return step() if changes is None or not changes.wanted else changes.watch(optimizer, step)
-
     def step(
         self,
         optimizer: Optimizer,
         grads: Sequence[Tensor],
-        found_inf: Tensor,
+        found_inf: Tensor | None,
         divisor: Tensor | None,
         clip: Tensor | None,
         step: Callable[[], Any],
@@ -57,9 +60,15 @@ class ScaledStep:
         Returns what `step` returned, None if it was not called.
         """
         divisor = divide_and_clip_(optimizer, grads, divisor, clip)
+        stepped: float | None = None
+        if found_inf is None:
+            seed_late_momentum(optimizer)
+            changes = None if self._changes is None else self._changes.get(optimizer)
+            with nullcontext() if divisor is None else kernel_scaling(optimizer, divisor, None):
+                stepped = step() if changes is None or not changes.wanted else changes.watch(optimizer, step)
+            return stepped
         if not takes_scale(optimizer):
             return self._skip_or_step(optimizer, grads, found_inf, step)
-        stepped: float | None = None
         with kernel_scaling(optimizer, divisor, found_inf):
             if not scales_in_kernel(optimizer):
                 stepped = self._skip_or_step(optimizer, grads, found_inf, step)

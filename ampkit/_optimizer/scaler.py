@@ -4,7 +4,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .._arguments import read_positive, wrong
+from .._arguments import read_max_norm, read_positive, wrong
 from .._torch.optimizers import announce_step, supports_amp_scaling
 from .._undo import Undo, call
 from .device_scale import DeviceScale, SkipWatch
@@ -22,10 +21,8 @@ from .device_step import (
     any_found,
     can_be_prepared,
     clip_coefficient,
+    clip_unscaled_,
     divide_and_clip_,
-    kernel_scaling,
-    seed_late_momentum,
-    step_clipped,
     total_norm,
 )
 from .rollback import StepChanges
@@ -183,8 +180,7 @@ class GradScaler(DeviceScale):
         moments and step counts as they were.
         """
         _check_optimizer("GradScaler.step", optimizer)
-        if max_norm is not None:
-            max_norm = read_positive("GradScaler.step", "max_norm", max_norm, "None to disable clipping")
+        max_norm = read_max_norm("GradScaler.step", max_norm)
         norm_type = read_positive("GradScaler.step", "norm_type", norm_type, "inf for the largest magnitude")
         try:
             return call(self._step, optimizer, max_norm, norm_type, args, kwargs)
@@ -206,16 +202,18 @@ class GradScaler(DeviceScale):
         with Undo() as undo, on_shards(optimizer) as over_ranks:
             undo.note(torch.set_grad_enabled, torch.is_grad_enabled())  # an interrupt may come within `no_grad`
             step = partial(step_of(optimizer), *args, **kwargs)
-            if not self._enabled:
-                unscaled = partial(self._scaled_step.step_unscaled, optimizer, step)
-                result, self.grad_norm = step_clipped(optimizer, max_norm, norm_type, unscaled, over_ranks)
-                return result  # type: ignore[no-any-return]  # the optimizer's own type
+            self._scaled_step.undecided = False
+            if not self._scales:
+                self.grad_norm, divisor = clip_unscaled_(optimizer, max_norm, norm_type, over_ranks)
+                self.found_inf = self._look([optimizer], self.grad_norm, over_ranks)
+                stepped = self._step_measured(optimizer, divisor, None, step)
+                self._count()
+                return stepped
             first = next(iter(inspect.signature(optimizer.step).parameters), "") if args and callable(args[0]) else ""
             if "closure" in kwargs or first == "closure":
                 raise RuntimeError(
                     "GradScaler.step: a closure cannot be used with an enabled scaler. Call backward() first."
                 )
-            self._scaled_step.undecided = False
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError(
@@ -231,7 +229,7 @@ class GradScaler(DeviceScale):
                 return self._step_as_torch(optimizer, max_norm, norm_type, *args, **kwargs)
             self.grad_norm, self.found_inf, divisor = self._measured([optimizer], grads, norm_type, over_ranks)
             clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
-            stepped = self._step_scaled(optimizer, grads, divisor, clip, step)
+            stepped = self._step_measured(optimizer, divisor, clip, step)
             self._count()
             return stepped
 
@@ -248,22 +246,17 @@ class GradScaler(DeviceScale):
         """
         grads = gradients(*optimizers)
         self._scaled_step.undecided = False
-        if not self._enabled:
-            self.grad_norm = None if max_norm is None or not grads else total_norm(grads, grads[0].device)
-            clip = None if self.grad_norm is None or max_norm is None else clip_coefficient(self.grad_norm, max_norm)
+        divisor = None
+        if self._scales:
             for optimizer in optimizers:
-                seed_late_momentum(optimizer)
-                divisor = divide_and_clip_(optimizer, gradients(optimizer), None, clip)
-                with kernel_scaling(optimizer, divisor, None) if divisor is not None else nullcontext():
-                    self._scaled_step.step_unscaled(optimizer, steps.get(optimizer) or step_of(optimizer))
-            return
+                self._per_optimizer_states[id(optimizer)][_WITHOUT_GRADIENT] = not gradients(optimizer)
+            self.grad_norm, self.found_inf, divisor = self._measured(optimizers, grads, 2.0, ONE_RANK)
+        else:
+            self.grad_norm = None if max_norm is None or not grads else total_norm(grads, grads[0].device)
+            self.found_inf = self._look(optimizers, self.grad_norm)
+        clip = None if self.grad_norm is None or max_norm is None else clip_coefficient(self.grad_norm, max_norm)
         for optimizer in optimizers:
-            self._per_optimizer_states[id(optimizer)][_WITHOUT_GRADIENT] = not gradients(optimizer)
-        self.grad_norm, self.found_inf, divisor = self._measured(optimizers, grads, 2.0, ONE_RANK)
-        clip = None if max_norm is None else clip_coefficient(self.grad_norm, max_norm)
-        for optimizer in optimizers:
-            step = steps.get(optimizer) or step_of(optimizer)
-            self._step_scaled(optimizer, gradients(optimizer), divisor, clip, step)
+            self._step_measured(optimizer, divisor, clip, steps.get(optimizer) or step_of(optimizer))
         self._count()
 
     def _measured(
@@ -271,8 +264,7 @@ class GradScaler(DeviceScale):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return norm and `found_inf` of the unscaled gradients, and what they are still to be divided by, or None."""
         scale, _ = self._check_scale_growth_tracker("step")
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
-        is_unscaled = states[0]["stage"] is OptState.UNSCALED
+        is_unscaled = self._per_optimizer_states[id(optimizers[0])]["stage"] is OptState.UNSCALED
         divisor = None if is_unscaled else scale
         optimizer, *others = optimizers
         preset = getattr(optimizer, "grad_scale", None) if not others and takes_scale(optimizer) else None
@@ -282,27 +274,33 @@ class GradScaler(DeviceScale):
         norm = total_norm(grads, scale.device, norm_type, over_ranks)
         unscaled = norm if divisor is None else norm / divisor
         if is_unscaled:
-            found = any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
+            found = self._found_in(optimizers, scale.device)
         else:  # also 1 for nan; two kernels, isfinite takes four. Made in the default dtype, which may be float64
             found = torch.where(norm < torch.inf, 0.0, 1.0).float()
         return unscaled, found, divisor
 
-    def _step_scaled(
-        self,
-        optimizer: torch.optim.Optimizer,
-        grads: list[Tensor],
-        divisor: Tensor | None,
-        clip: Tensor | None,
-        step: Callable[[], Any],
+    def _step_measured(
+        self, optimizer: torch.optim.Optimizer, divisor: Tensor | None, clip: Tensor | None, step: Callable[[], Any]
     ) -> float | None:
         """Step or skip, by the `found_inf` that was measured."""
-        assert self.found_inf is not None  # set by the caller
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
+        grads = gradients(optimizer)
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)] if self._scales else {}
+        if self.found_inf is not None and state.get("stage") is OptState.READY:
             state["found_inf_per_device"] = {self.found_inf.device: self.found_inf} if grads else {}
         stepped = self._scaled_step.step(optimizer, grads, self.found_inf, divisor, clip, step)
         state["stage"] = OptState.STEPPED
         return stepped
+
+    @property
+    def _scales(self) -> bool:
+        """Whether losses are scaled, so that gradients are still to be divided."""
+        return self._enabled
+
+    def _look(
+        self, optimizers: Sequence[torch.optim.Optimizer], norm: Tensor | None, over_ranks: OverRanks = ONE_RANK
+    ) -> Tensor | None:
+        """Return whether to skip the step on these gradients, which are not scaled; None to do it in any case."""
+        return None
 
     def unscale_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor | None:
         """Call `unscale_` for each. Return 1.0 if a gradient is not finite, else 0.0: shape (), on the device.
@@ -314,8 +312,12 @@ class GradScaler(DeviceScale):
         if not self._enabled:
             return None
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        return self._found_in(optimizers, scale.device)
+
+    def _found_in(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> Tensor:
+        """Return 1.0 if a look at the gradients of these has found something in this iteration, else 0.0."""
         states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
-        return any_found((t for state in states for t in state["found_inf_per_device"].values()), scale.device)
+        return any_found((t for state in states for t in state["found_inf_per_device"].values()), device)
 
     def prepare(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared | None:
         """Unscale and clip the gradients, as the first half of `step`; `step_prepared` is the second half.
@@ -332,9 +334,8 @@ class GradScaler(DeviceScale):
         """
         if not can_be_prepared(optimizer):
             return None
-        if not self._enabled:
-            norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
-            return Prepared(norm, None)
+        if not self._scales:
+            return self._clipped(optimizer, max_norm)
         grads = gradients(optimizer)
         norm, found_inf, divisor = self._measured([optimizer], grads, 2.0, ONE_RANK)
         clip = None if max_norm is None else clip_coefficient(norm, max_norm)
@@ -353,16 +354,19 @@ class GradScaler(DeviceScale):
         sparse = any(grad.is_sparse for grad in grads)
         if not grads or sparse or skips_by_itself(optimizer) or (max_norm is None and takes_scale(optimizer)):
             return None
-        found_inf = None
-        if self._enabled:
-            state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            found_inf = any_found(state["found_inf_per_device"].values(), grads[0].device)
-        norm = total_norm(grads, grads[0].device) if self._enabled and max_norm is None else None
-        if max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
-        return Prepared(norm, found_inf)
+        if not self._scales:
+            return self._clipped(optimizer, max_norm)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found_inf = self._found_in([optimizer], grads[0].device)
+        if max_norm is None:
+            return Prepared(total_norm(grads, grads[0].device), found_inf)
+        return Prepared(torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm), found_inf)
+
+    def _clipped(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Prepared:
+        norm = None if max_norm is None else torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm)
+        return Prepared(norm, self._look([optimizer], norm))
 
     def step_prepared(self, optimizer: torch.optim.Optimizer, found: Prepared, *args: Any) -> None:
         """Step an optimizer, or skip its step, whose gradients have been prepared by `prepare`. Sync: as for `step`.
@@ -374,12 +378,8 @@ class GradScaler(DeviceScale):
         """
         self.grad_norm, self.found_inf = found
         self._scaled_step.undecided = False
-        if found.found_inf is None:
-            seed_late_momentum(optimizer)
-            self._scaled_step.step_unscaled(optimizer, partial(step_of(optimizer), *args))
-        else:
-            self._step_scaled(optimizer, gradients(optimizer), None, None, step_of(optimizer))
-            self._count()
+        self._step_measured(optimizer, None, None, partial(step_of(optimizer), *args))
+        self._count()
 
     def _step_as_torch(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, norm_type: float, *args: Any, **kwargs: Any
@@ -396,7 +396,7 @@ class GradScaler(DeviceScale):
         if max_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(summed_parameters(optimizer), max_norm, norm_type)
         result = super().step(optimizer, *args, **kwargs)
-        self.found_inf = any_found(state["found_inf_per_device"].values(), scale.device)
+        self.found_inf = self._found_in([optimizer], scale.device)
         self._count()
         return result
 

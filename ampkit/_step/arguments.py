@@ -263,26 +263,6 @@ def with_optimizers_of(
     return tuple(known)
 
 
-def refuse_several(where: str, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
-    """Raise a `NotImplementedError` if there are several optimizers: `what` is for one."""
-    if len(optimizers) > 1:
-        raise NotImplementedError(f"graphed_step({where}): {what} takes one optimizer so far, not {len(optimizers)}.")
-
-
-def is_torchs(arithmetic: object, compile: str | None, *, sharded: bool, form: StateForm | None) -> bool:
-    """Return whether a step is to have the bits of a loop written with torch alone. Raise an error if it cannot."""
-    check_choice("graphed_step", "arithmetic", arithmetic, ("ampkit", "torch"))
-    if arithmetic == "torch" and (sharded or compile is not None or form is not None):
-        what = (
-            "under fully_shard" if sharded else "with compile=" if compile is not None else "with moments= or rounding="
-        )
-        raise NotImplementedError(
-            f"graphed_step(arithmetic='torch'): {what} a step has other last bits than a loop written with torch. "
-            "Pass arithmetic='ampkit'."
-        )
-    return arithmetic == "torch"
-
-
 def read_state_form(
     where: str,
     moments: object,
@@ -361,12 +341,19 @@ _MADE_AGAIN = (
 
 
 def check_kinds(
-    model: object, loss_fn: Any, accumulate: object, buckets: object, numerics: object, before_step: object
+    model: object,
+    loss_fn: Any,
+    accumulate: object,
+    after_every: object,
+    buckets: object,
+    numerics: object,
+    before_step: object,
 ) -> None:
     """Raise a `ValueError` unless these arguments are of the kinds that they must be."""
     expected = "a torch.nn.Module. The order is (loss_fn, model, optimizer)"
     check_instance("graphed_step", "model", model, nn.Module, expected)
     check_at_least("graphed_step", "accumulate", accumulate, 1, "the number of calls per optimizer step")
+    check_at_least("graphed_step", "after_every", after_every, 1, "the number of optimizer steps")
     check_callable("graphed_step", "loss_fn", loss_fn, "loss_fn(model, *batch) that returns the loss")
     if before_step is not None:
         check_callable("graphed_step", "before_step", before_step, "a function of the model, or None")

@@ -144,7 +144,6 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module, but not of its children."""
     tables = (*module_tables(module)[:2], vars(module))
     values = [value for table in tables for value in table.values() if is_tensor(value)]
     return [each for each in values if not (is_fake(type(each)) or nn.parameter.is_lazy(each) or each.is_inference())]

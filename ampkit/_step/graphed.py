@@ -382,7 +382,7 @@ class GraphedFunction(GraphOwner):
     def report(self) -> Report:
         """Return graphs, replays, eager calls and why, bytes, skipped steps so far. Waits for the device."""
         if self._engine is None:
-            return Report(0, 0, 0, 0, {}, 0, (), 0, None)
+            return Report()
         skipped = None if self._scaler is None else self._scaler.skipped
         report = self._engine.report(0 if skipped is None else int(skipped.item()))  # sync
         return report if self._compiled is None else replace(report, **self._compiled.report())

@@ -154,11 +154,10 @@ class OptimizerPlace(MovableOptimizer):
             program.try_out(changed)
         except Exception as error:  # of the optimizer's own code; all is as before
             return optimizer, f"raises with its rate in a tensor: {type(error).__name__}: {error}"
-        groups.program, groups.drop_program = None if program.why else program, self._drop_programs
+        groups.program = None if program.why else program
+        changed_kind, problem = "the kind of its learning rate changed", "its learning rate is no number any more"
+        groups.drop_program = partial(self.leave, changed_kind, problem=problem)
         return optimizer, program.why
-
-    def _drop_programs(self) -> None:
-        self.leave("the kind of its learning rate changed", problem="its learning rate is no number any more")
 
     def _forget_programs(self) -> None:
         for groups in self.groups:
@@ -244,7 +243,6 @@ def place_of(
 
 
 def _has_line(function: Callable[..., object] | None, problem: str) -> bool:
-    """Return whether a problem names a line of this function."""
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None

@@ -179,7 +179,6 @@ class Window:
         )
 
     def _follows(self) -> bool:
-        """Return whether `after_step` is called behind the optimizer step to come."""
         return (self._steps + 1) % self._step.after_every == 0
 
     def _begin(self) -> None:
@@ -194,7 +193,6 @@ class Window:
             self.after()
 
     def _told(self, grad_norm: Tensor | None) -> None:
-        """Tell scaler and observer of an optimizer step."""
         scaler, observer = self._step.scaler, self._step.observer
         # A capture leaves tensors there that lie in the memory of one graph. Replays of other graphs do not write them.
         scaler.grad_norm, scaler.found_inf = grad_norm, None

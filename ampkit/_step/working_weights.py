@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.ranks.reducers import Reducers
-from .._torch.autograd.autograd import (
-    current_graph_task,
-    graph_nodes,
-    leaf_hooks,
-    output_dtype,
-    post_accumulate_hooks,
-)
+from .._torch.autograd.autograd import current_graph_task, graph_nodes, leaf_hooks, output_dtype, post_accumulate_hooks
 from .._torch.tensors.cast_cache import beginning, enter_autocast, fill_cache
 from .._torch.tensors.fast_paths import autocast_of_parts
 from .._torch.tensors.modes import WatchingMode, enter

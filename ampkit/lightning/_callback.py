@@ -22,7 +22,7 @@ from .._step.compile.compile_choice import COMPILE, check_compile
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation
-from ._fit import Fit, nothing_captured
+from ._fit import Fit
 from ._limits import SEVERAL_RANKS, why_not
 from ._manual import ManualFit
 from ._measurements import FitMeasurements
@@ -152,7 +152,7 @@ class AmpkitCallback(Callback):
                 `test`. The batches of Lightning's sanity check are not counted.
         """
         check_choice("AmpkitCallback.report", "step", step, ("training_step", *STEPS))
-        return self._last_reports.get(step, lambda: nothing_captured(None))()
+        return self._last_reports.get(step, Report)()
 
     def kernel_tables(self) -> list[KernelTable] | None:
         """Return what `ampkit.debug.name_kernels` reads, of the current or last `fit`. None without `annotate=True`."""
@@ -175,7 +175,7 @@ class AmpkitCallback(Callback):
         plugin = strategy.precision_plugin
         problem = why_not(trainer, pl_module, plugin, self._compile, self._scaler)
         if problem:
-            self._last_reports["training_step"] = lambda: nothing_captured(problem)
+            self._last_reports["training_step"] = lambda: Report(failure=problem)
             self._give_up(f"{problem} Lightning trains without ampkit.")
             return
         if (policy := self._policy) is not None:

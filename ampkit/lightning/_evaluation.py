@@ -74,7 +74,7 @@ class Evaluation:
 
     def report(self) -> Report:
         """Return graphs, replays, and eager calls with reasons, so far. Waits for the device."""
-        report = Report(0, 0, 0, 0, {}, 0, (), 0, None) if self._engine is None else self._engine.report()
+        report = Report() if self._engine is None else self._engine.report()
         return replace(report, failure=self._why_not) if self._why_not else report
 
     def _call(self, batch: Any, *further_args: Any) -> Any:

@@ -148,7 +148,7 @@ class Fit:
 
     def report(self) -> Report:
         """Return what happened to the batches so far. Waits for the device."""
-        report = nothing_captured(None) if self._step is None else self._step.report()
+        report = Report() if self._step is None else self._step.report()
         return replace(report, failure=self.problem) if self.problem else report
 
     def prepare_step(self) -> bool:
@@ -307,8 +307,3 @@ def _lightning_refuses_to_clip(trainer: Trainer) -> bool:
     """Return whether Lightning itself would raise when it clips the gradients of this optimizer."""
     unscales = supports_amp_scaling(trainer.optimizers[0])
     return unscales and isinstance(trainer.strategy.precision_plugin, MixedPrecision) and _clip(trainer) != (None, None)
-
-
-def nothing_captured(reason: str | None) -> Report:
-    """Return the report of a fit in which ampkit did no step."""
-    return Report(0, 0, 0, 0, {}, 0, (), 0, reason)

@@ -188,7 +188,6 @@ def _is_hooked(model: LightningModule) -> bool:
 
 
 def _put_back(optimizer: Any, replacement: Any, original: Any) -> None:
-    """Give an optimizer its own `step` back if it has the replacement."""
     if vars(optimizer).get("step") is replacement:
         del optimizer.step
         if original is not None:

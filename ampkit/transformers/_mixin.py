@@ -114,7 +114,7 @@ class GraphedTrainerMixin:
 
     def _leave_to_trainer(self, problem: str) -> None:
         self._end()
-        self._left_to_trainer, self._last_report = True, Report(0, 0, 0, 0, {}, 0, (), 0, problem)
+        self._left_to_trainer, self._last_report = True, Report(failure=problem)
         self._warn(f"GraphedTrainerMixin: {problem} The Trainer trains without ampkit.")
 
     def _warn(self, text: str) -> None:

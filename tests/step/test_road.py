@@ -10,7 +10,7 @@ def test_a_replayed_call_crosses_few_files(files: int, moves: int) -> None:
     """With a debugger, one steps through these files, in this order."""
     road = road_of_a_call()
     check(road, files, moves)
-    ends = ("_step/graphed_step.py", "_step/window.py")
+    ends = ("_step/step_calls.py", "_step/window.py")
     assert (road[0].file, road[-1].file) == ends
 
 

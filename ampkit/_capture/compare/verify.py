@@ -199,7 +199,6 @@ _NO_ROOM = (
 
 
 def _keep_larger(sizes: dict[str, float], found: dict[str, float]) -> None:
-    """Raise the sizes, path by path, to those found."""
     for path, size in found.items():
         sizes[path] = max(size, sizes.get(path, size))
 

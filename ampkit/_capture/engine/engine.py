@@ -295,7 +295,6 @@ class Engine:
             self._variation.said.update(change.advice)
 
     def _layout(self, key: Key) -> Layout:
-        """Return the layout of this key. Warn if there were too many of them."""
         full = len(self._layouts) == MAX_LAYOUTS and key not in self._layouts
         if full and not self._fallback.has_warned("variation"):
             known = [(known, self._settings_history.call_settings) for known in self._layouts]

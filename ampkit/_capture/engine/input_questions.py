@@ -152,7 +152,6 @@ class InputQuestions:
 
 
 def _plain(key: Key) -> Key:
-    """Return the key of a call that does not ask."""
     return key._replace(answers=None, ranks_outcome=0)
 
 

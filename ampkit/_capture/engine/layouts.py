@@ -109,13 +109,9 @@ class Layout:
         self.problem = problem
         cold.checked = True  # last, or an interrupt could hide the problem
 
-    def note_uploads(self, in_operations: bool) -> None:
-        """Take note of whether operations of the call under the preflight got constants of the host."""
-        self.uploads_in_operations = in_operations
-
-    def note_loose(self, loose: list[Use]) -> None:
-        """Take note of how the call under the preflight has used tensors that nobody owns."""
-        self.loose = loose
+    def note_look(self, uploads_in_operations: bool, loose: list[Use]) -> None:
+        """Take note of what the call under the preflight has shown beside problems."""
+        self.uploads_in_operations, self.loose = uploads_in_operations, loose
 
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.

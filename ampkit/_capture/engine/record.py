@@ -107,8 +107,9 @@ def record(
             left, is_lost = _left(walk, flags, gradients, held, state, loose)
             if is_lost:
                 raise CaptureError(REPLACES)
-            if changed := state.changed_since(reads):
-                raise CaptureError(_CHANGED.format(", ".join(changed[:3])))
+            state.look_again()
+            if changed := reads.changed(state.read_values()):
+                raise CaptureError(_CHANGED.format(", ".join([*changed][:3])))
         except CaptureError as error:
             advice = ranks.reducers.advice
             failure = CaptureError(f"{error}{advice}") if advice else error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,33 +150,11 @@ class WarmUp:
         return outputs, not carried.has_more(places, held), is_asked
 
     def _look(self, layout: Layout, cold: Cold, call: EagerCall) -> "_Seen":
-        """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
-
-        Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
-        """
-        session, state, answer = self._session, self._state, layout.answer
+        """Call under the preflight, and learn of the call what later ones are compared with."""
+        session, state = self._session, self._state
         known, held = state.tensors().keys(), state.held_tensors()
         places, memory = state.carried.places(held), held.memory()
-        raised = ""
-
-        def looked() -> Any:
-            nonlocal raised
-            tried, outputs = answer.problem_when_hidden, None
-            before = Snapshot(state, session.options.generators, call.leaves, on_host=True) if tried else None
-            noting = noting_questions(answer.sees_capture)
-            looking, own_call = layout.rehearsal.looking(), _outside_of_inference_mode(call, state)
-            try:
-                with watched.preflight, noting, looking, own_call as own, watched.recording():
-                    outputs = own.to(session.fn)
-            except Exception as error:  # of code that eager calls do not reach
-                if before is None:
-                    raise
-                raised = f"{type(error).__name__}: {error}"
-            if before is not None and (raised or watched.preflight.findings):
-                before.restore()
-                outputs = call.to(session.fn)
-            return outputs
-
+        raised: list[str] = []
         with session.watching(), self._undeclared.watching(call.leaves) as observer:
             watched = WatchedCall(
                 session.device,
@@ -190,12 +169,11 @@ class WarmUp:
             )
             noting_reads = state.noting_reads(in_parts=lambda: bool(watched.preflight.findings))
             with state.carried.noting_gradients(places), noting_reads:
-                outputs = self._eager.run(layout.reason, looked)
+                outputs = self._eager.run(layout.reason, partial(self._watched, layout, call, watched, raised))
                 renewed = state.carried.learn(places, held, observer.has_read, session.device)
                 observer.take_for_each_other(renewed)
                 observer.lost = memory - state.held_tensors().memory()
-            layout.note_uploads(watched.provenance.in_operations)
-        layout.note_loose(self._undeclared.take_loose())
+        layout.note_look(watched.provenance.in_operations, self._undeclared.take_loose())
         self._compare_what_was_read(layout)
         if renewed and not len(session.cache):
             session.settings_history.accept()
@@ -206,10 +184,34 @@ class WarmUp:
             watched.preflight.findings,
             None if watched.draws is None or raised else watched.draws.path,
             None if watched.preflight.findings or raised else watched.questions.asked(),
-            raised,
+            "".join(raised),
             has_made=state.is_undecided() or state.tensors().keys() != known,
             has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
         )
+
+    def _watched(self, layout: Layout, call: EagerCall, watched: WatchedCall, raised: list[str]) -> Any:
+        """Call under the preflight. If it tries the other answer, and that does not help either, the call is undone.
+
+        Then the call is made as in eager steps, with the first answer. So the user's code runs twice in this call.
+        `raised` gets what the code has raised that got the other answer.
+        """
+        fn, answer, outputs = self._session.fn, layout.answer, None
+        before: Snapshot | None = None
+        if answer.problem_when_hidden:
+            before = Snapshot(self._state, self._session.options.generators, call.leaves, on_host=True)
+        noting = noting_questions(answer.sees_capture)
+        looking, own_call = layout.rehearsal.looking(), _outside_of_inference_mode(call, self._state)
+        try:
+            with watched.preflight, noting, looking, own_call as own, watched.recording():
+                outputs = own.to(fn)
+        except Exception as error:  # of code that eager calls do not reach
+            if before is None:
+                raise
+            raised.append(f"{type(error).__name__}: {error}")
+        if before is not None and (raised or watched.preflight.findings):
+            before.restore()
+            outputs = call.to(fn)
+        return outputs
 
     def _judge(self, key: Key, layout: Layout, cold: Cold, leaves: Sequence[Any], seen: "_Seen") -> AskedPath | None:
         """Say what follows a call under the preflight: another one, or the rehearsal, or that there is a problem.

@@ -75,15 +75,15 @@ class Report:
         float8: in words, how many Linear layers compute in float8; empty without such a rule.
     """
 
-    graphs: int
-    captures: int
-    evictions: int
-    replays: int
-    eager: dict[str, int]
-    bytes: int
-    per_graph: tuple[GraphReport, ...]
-    skipped: int
-    failure: str | None
+    graphs: int = 0
+    captures: int = 0
+    evictions: int = 0
+    replays: int = 0
+    eager: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    per_graph: tuple[GraphReport, ...] = ()
+    skipped: int = 0
+    failure: str | None = None
     eager_ms: float | None = None
     replay_ms: float | None = None
     saved_s: float | None = None
@@ -156,7 +156,6 @@ class Report:
         return "\n".join([head, *stopped, *times, *graphs, *padding, *reasons, *compiled, *failure])
 
     def _times(self) -> str:
-        """Return what a replay takes and has saved."""
         assert self.replay_ms is not None  # or there is nothing to say
         replay = f"a replay takes {_milliseconds(self.replay_ms)}"
         if self.eager_ms is None:

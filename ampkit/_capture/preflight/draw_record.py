@@ -157,7 +157,6 @@ class DrawRecorder:
         return Slot(self._count - 1)
 
     def _learn(self, read: NumberRead, value: Any, draws: frozenset[int]) -> None:
-        """Record what the host learns of a number."""
         self._segments.append(Segment(tuple(self._operations), read, read.outcome(value)))
         self._operations = []
         self._learned |= draws
@@ -296,5 +295,4 @@ _to_list = Tensor.tolist  # the recorder replaces it
 
 
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of these values."""
     return torch.tensor(list(values), dtype=dtype, device="cpu").reshape(shape)

@@ -259,13 +259,11 @@ class Preflight(WatchingMode):
         return original(*args, **kwargs)
 
     def _read_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of a function that reads the state of generators."""
         state = original(*args, **kwargs)
         self._generator_watch.reads(state)
         return state
 
     def _set_generator(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the place of a function that sets generators."""
         if self._sets_generator:
             return original(*args, **kwargs)
         puts_back = "set_rng_state" in name
@@ -429,7 +427,6 @@ class Preflight(WatchingMode):
             self._located(place.line, problem.what, node)
 
     def _spent(self, key: _Key | None, seconds: float) -> None:
-        """Add to the time of a finding."""
         if key is not None:
             known = self._found[key]
             self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)

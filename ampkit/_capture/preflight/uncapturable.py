@@ -55,9 +55,7 @@ GROUPED = Problem(
     'Autocast leaves it in float32: give it a rule, Policy(compute="bfloat16", ops={"grouped_mm": "bfloat16"}).',
 )
 PRINT = Problem(
-    "prints a tensor, which reads it",
-    "Return it in aux and print it after the step.",
-    "Print it once in many steps.",
+    "prints a tensor, which reads it", "Return it in aux and print it after the step.", "Print it once in many steps."
 )
 
 

@@ -35,11 +35,7 @@ class Bound(dict[str, Tensor]):
 
 
 def cells(
-    modules: Mapping[str, nn.Module],
-    optimizers: Sequence[Optimizer],
-    own: dict[str, Tensor],
-    *,
-    computed: bool = False,
+    modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer], own: dict[str, Tensor], *, computed: bool = False
 ) -> Iterator[Cell]:
     """Yield the cell of every tensor of modules, optimizers, and of a table of ampkit's own.
 

@@ -195,11 +195,6 @@ class TrainingState(StateWatch[Generation]):
         """Return the values of the host that calls compare, as they were when the state was looked at last."""
         return self.generation().settings.reads
 
-    def changed_since(self, before: ReadValues) -> list[str]:
-        """Return what is another value than in `before`, an earlier result of `read_values`, in words."""
-        self.look_again()
-        return list(before.changed(self.read_values()))
-
     def is_undecided(self) -> bool:
         """Return whether the last step waited for the device as later ones will not."""
         return bool(self.optimizers) and self.scaler is not None and self.scaler.is_undecided()

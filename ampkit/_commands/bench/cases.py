@@ -81,8 +81,7 @@ def ready(case: Case, dtype: torch.dtype, device: torch.device, source: str = "p
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
         scale, shift = (part.to(device, dtype) for part in (1 / (255 * std), -mean / std))
         decode = functools.partial(
-            _map_leaves,
-            lambda i, leaf: torch.addcmul(shift, leaf.permute(0, 3, 1, 2), scale) if i in images else leaf,
+            _map_leaves, lambda i, leaf: torch.addcmul(shift, leaf.permute(0, 3, 1, 2), scale) if i in images else leaf
         )
     return replace(case, batches=batches, decode=decode)
 

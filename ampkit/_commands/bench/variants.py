@@ -220,7 +220,6 @@ def _graphed(
 
 
 def _decode_each(decode: Callable[[Batch], Batch], stacked: Batch) -> Batch:
-    """Return a stack of decoded batches."""
     batches = [decode(batch) for batch in zip(*stacked, strict=True)]
     return tuple(torch.stack(leaves) for leaves in zip(*batches, strict=True))
 

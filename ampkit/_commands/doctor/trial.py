@@ -25,7 +25,8 @@ from ..._capture.keys.inputs import Spec, read_batch
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.arguments import read_buckets
-from ..._step.graphed_step import GraphedStep, graphed_step
+from ..._step.graphed_step import graphed_step
+from ..._step.step_calls import GraphedStep
 from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import UserLineFinder
 from .host_values import HostCallRecorder, TorchCall

@@ -79,7 +79,6 @@ class StackedMuon:
                 self._shapes.update(alike)
 
     def _step_alike(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Step matrices of one shape."""
         first, rate = params[0], group["lr"]
         if not isinstance(rate, Tensor):
             rate = torch.full(
@@ -102,7 +101,6 @@ class StackedMuon:
             self._call(move, numbers, param.detach(), direction, rate.reshape(1))
 
     def _call(self, function: Callable[..., Any], numbers: tuple[Any, ...], *tensors: Any) -> Any:
-        """Call a function, compiled if that can be."""
         layout = function, *((t.shape, t.stride(), t.dtype) for t in tensors)
         variants = self._compiled.setdefault(layout, {})
         if numbers not in variants and len(variants) < _MOST_VARIANTS and not self.problem:

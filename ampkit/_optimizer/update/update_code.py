@@ -127,7 +127,6 @@ def _step(
     counts: list[Tensor],
     rates: list[Tensor],
 ) -> None:
-    """Step group by group."""
     start = 0
     for options, size, rate in zip(constants.groups, constants.sizes, rates, strict=True):
         own = slice(start, start + size)

@@ -55,7 +55,6 @@ def check_compiled_modules(
 def _refuse_compiled(
     where: str, compile: object, modules: Mapping[str, nn.Module], name: str, function: object
 ) -> None:
-    """Raise a `ValueError` if one of the modules, or the function, is compiled already."""
     if part := compiled_part(modules, name, function):
         raise ValueError(
             f"{where}(compile={compile!r}): {part} is compiled already. Pass it as it was before torch.compile, or "

@@ -21,13 +21,7 @@ from ..._optimizer.step_kind import why_not_capturable
 from ..._optimizer.update.compiled_update import CompiledUpdate, why_not_updated
 from ..._optimizer.update.stacked_muon import StackedMuon
 from ..._text import dtype_name
-from ..._torch.compile import (
-    Compiler,
-    call_compiled,
-    notice_compiled_code,
-    uncompiled_call,
-    untraced,
-)
+from ..._torch.compile import Compiler, call_compiled, notice_compiled_code, uncompiled_call, untraced
 from ..._torch.tensors.modules import hook_tables, is_of_torch
 from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace

@@ -58,13 +58,7 @@ class CompiledModules:
             those that the modules draw from, beside torch's own.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        device: torch.device,
-        compile: str,
-        options: Options,
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, compile: str, options: Options) -> None:
         self._roots, self._device, self._generators = modules, device, options.generators
         self._compilations = Compilations(f"graphed(compile={compile!r})", options.on_failure == "raise")
         self._compiler = Compiler(INDUCTOR_OPTIONS[compile])
@@ -145,7 +139,6 @@ class CompiledModules:
         return returned
 
     def _make(self, layout: _FunctionLayout) -> None:
-        """Take note of what is to be compiled."""
         names, layout.compiled = self._modules(), {}
         for module in layout.calls:
             if is_one_layer(module):

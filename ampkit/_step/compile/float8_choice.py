@@ -149,13 +149,17 @@ class Float8Chooser:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice in dicts and lists; {} if there is none."""
-        return {path: [*map(_listed, layer)] for path, layer in self.layers.items()} if self._has_chosen else {}
+        layers = self.layers.items() if self._has_chosen else ()
+        return {path: [[*each] if isinstance(each, tuple) else each for each in layer] for path, layer in layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Go on with the choice of another step. Return whether it is another one. Raise a `ValueError` if this model
         or device cannot.
         """
-        loaded = {path: Float8Choice(*map(_unlisted, layer)) for path, layer in state.items()}
+        loaded = {
+            path: Float8Choice._make(tuple(each) if isinstance(each, list) else each for each in layer)
+            for path, layer in state.items()
+        }
         if not loaded or (not self.pending and _in_float8(loaded) == _in_float8(self.layers)):
             return False  # a policy may name what was chosen
         odd = sorted(loaded.keys() ^ self.layers.keys())
@@ -175,11 +179,3 @@ class Float8Chooser:
 def _in_float8(layers: Mapping[str, Float8Choice]) -> dict[str, str]:
     """Return the recipes of the layers that compute in float8."""
     return {path: layer.form for path, layer in layers.items() if layer.form in RECIPES}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _unlisted(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -7,7 +7,8 @@ VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 PYTHON ?= python3
 JOBS   ?= auto
 
-SOURCES := ampkit docs examples tests
+SOURCES := ampkit docs examples tests hatch_build.py
+PIP_FLAGS := --quiet --progress-bar off --disable-pip-version-check
 
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
@@ -45,6 +46,7 @@ train-lightning: $(READY)  ## the same by a Lightning Trainer; options in ARGS
 	$(PY) examples/train_resnet_lightning.py $(ARGS)
 
 test: $(READY)  ## run the tests but for the slow ones; TORCH=latest: on the newest torch; without a GPU, skip its tests
+	$(if $(TORCH),@$(PY) -c 'import torch; print("torch", torch.__version__)')
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(READY)  ## run all tests but those of test-ranks and test-seeds
@@ -71,13 +73,15 @@ docs: $(READY)  ## build the pages into docs/_build/html, warnings are errors
 screenshots: docs  ## build the pages, show them in a browser, and list what does not fit; needs playwright and Chromium
 	$(PY) docs/screenshots.py $(ARGS)
 
-dist: $(READY)  ## build wheel and sdist, and run the README's first loop where only the wheel and torch are installed
+dist: $(READY)  ## build wheel and sdist, check them, and run the README's first loop with the wheel and torch alone
 	rm -rf dist
 	$(PY) -m build --outdir dist .
-	$(PY) -m venv dist/empty
-	dist/empty/bin/python -m pip install --quiet --progress-bar off --disable-pip-version-check -c constraints.txt dist/*.whl
-	awk '/^```python$$/{on=1; next} /^```$$/{if (on) exit} on' README.md > dist/loop.py
-	cd dist && empty/bin/python loop.py
+	$(PY) -m twine check --strict dist/*
+	empty=$$(mktemp -d) && trap 'rm -rf "$$empty"' EXIT && $(PY) -m venv $$empty/venv && \
+	$$empty/venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt dist/*.whl && \
+	awk '/^```python$$/{on=1; next} /^```$$/{if (on) exit} on' README.md > $$empty/loop.py && cd $$empty && \
+	venv/bin/python -I -m ampkit --help && venv/bin/python -I loop.py
+	@! grep -n example.org pyproject.toml || echo "not to be uploaded: the address of the repository is a placeholder"
 
 numbers:  ## print how long files and functions are, how much is commented
 	@$(PYTHON) tests/support/source_numbers.py
@@ -98,7 +102,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing ampkit and its development tools into $(VENV): about 3 GB of downloads the first time."
 	$(PYTHON) -m venv $(VENV)
 	grep $(PINNED) constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install --quiet --progress-bar off --disable-pip-version-check -e '.[dev]' $(TORCHES) \
-		-c $(VENV)/constraints.txt
+	$(PY) -m pip install $(PIP_FLAGS) -e '.[dev]' $(TORCHES) -c $(VENV)/constraints.txt
 	@touch $@
 endif

@@ -1,6 +1,6 @@
-"""Take a screenshot of each page as a desktop and a phone show it, and list what does not fit on the screen.
+"""Take screenshots of each page as a desktop and a phone show it, by day and by night, and list what does not fit.
 
-    make screenshots                        # builds the pages, and writes docs/_build/screenshots/PAGE-WIDTH.png
+    make screenshots                        # builds the pages, and writes docs/_build/screenshots/PAGE-WIDTH-SCHEME.png
 
 Needs playwright (`pip install playwright`) and an installed Chromium or Chrome. The exit code is 1 if something is cut
 off.
@@ -14,17 +14,20 @@ from pathlib import Path
 HTML = Path(__file__).parent / "_build" / "html"
 OUT = Path(__file__).parent / "_build" / "screenshots"
 WIDTHS = (1280, 390)  # a laptop, a phone
+SCHEMES = ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LEFT_OUT = ("genindex", "search", "py-modindex")
 
-# What the reader would have to scroll to the side, drawings apart, and what is wider than the screen.
+# What the reader would have to scroll to the side, drawings and tables of many columns apart, and what is wider than
+# the screen.
 CUT_OFF = """() => {
+    const MAY_SCROLL = ":scope > img, :scope > table th:nth-child(5)";
     const name = e => e.tagName.toLowerCase() + ": " + (e.innerText || e.alt || "").trim().slice(0, 60);
     const scrolled = [...document.querySelectorAll("article *")].filter(e =>
         e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== "visible");
     const wide = [...document.querySelectorAll("article *")].filter(e =>
         e.getBoundingClientRect().right > innerWidth + 1 && !scrolled.some(outer => outer.contains(e)));
-    return [...scrolled.filter(e => !e.querySelector(":scope > img")), ...wide].map(name);
+    return [...scrolled.filter(e => !e.querySelector(MAY_SCROLL)), ...wide].map(name);
 }"""
 
 
@@ -52,7 +55,9 @@ def main() -> int:
             tab = browser.new_page(viewport={"width": width, "height": 900})
             for name in pages:
                 tab.goto((HTML / f"{name}.html").as_uri())
-                tab.screenshot(path=OUT / f"{name.replace('/', '-')}-{width}.png", full_page=True)
+                for scheme in SCHEMES:
+                    tab.emulate_media(color_scheme=scheme)
+                    tab.screenshot(path=OUT / f"{name.replace('/', '-')}-{width}-{scheme}.png", full_page=True)
                 cut_off = tab.evaluate(CUT_OFF)
                 found += len(cut_off)
                 for what in cut_off:

@@ -131,7 +131,7 @@ def graphed_step(
             back. With `accumulate` it sees the gradients of the whole window.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
             of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
-        after_every: call `after_step` behind each `after_every`th optimizer step that this object does, skipped ones
+        after_every: call `after_step` behind one of so many optimizer steps that this object does, skipped ones
             counted. Steps with and without it have graphs of their own; `scan` and `window` make their calls one by
             one then.
         verify: compare this many replays, the first ones, bit by bit with eager steps from the same state; or "sparse":

@@ -1,6 +1,11 @@
-"""The wheel is whole: it runs the README's first loop where nothing is installed but torch and what torch requires."""
+"""The wheel is whole: it runs the README's first loop where nothing is installed but torch and what torch requires.
 
+Its description is the README, with links that lead into the repository from anywhere.
+"""
+
+import email
 import re
+import runpy
 import subprocess
 import sys
 from importlib import metadata
@@ -37,15 +42,40 @@ def link_torch(folder: Path) -> None:
                 (folder / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
 
 
+def assert_links_lead_into_the_repository(wheel: Path) -> None:
+    """Each link of the description is an address: the only one in pyproject.toml, and a file of the repository."""
+    (metadata_file,) = [name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    described = email.message_from_string(ZipFile(wheel).read(metadata_file).decode())
+    repository = described["Project-URL"].removeprefix("Repository, ")
+    links = re.findall(r'(?:\]\(|src=")([^)"]*)', described.get_payload())
+    assert len(links) > 30
+    for link in links:
+        address, path = re.split(rf"/(?:blob|raw)/v{described['Version']}/", link)
+        assert address == repository
+        assert (ROOT / path.partition("#")[0]).exists()
+
+
+def test_paths_become_addresses() -> None:
+    """Pages are shown, pictures are fetched; links within the page and addresses stay."""
+    pytest.importorskip("hatchling")
+    with_addresses = runpy.run_path(str(ROOT / "hatch_build.py"))["with_addresses"]
+    readme = '[a](docs/b.md#c) ![d](e.png) <img src="f.png" width="9"> [g](#h) [i](https://j.org/k)'
+    assert with_addresses(readme, "https://l.org/m", "1.2") == (
+        "[a](https://l.org/m/blob/v1.2/docs/b.md#c) ![d](https://l.org/m/raw/v1.2/e.png) "
+        '<img src="https://l.org/m/raw/v1.2/f.png" width="9"> [g](#h) [i](https://j.org/k)'
+    )
+
+
 @pytest.mark.slow
 def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     """The wheel is built from the sources, and imported without site-packages."""
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = tmp_path.glob("*.whl")  # built from the sdist, so that is whole, too
     ZipFile(wheel).extractall(tmp_path / "ampkit")
+    assert_links_lead_into_the_repository(wheel)
     link_torch(tmp_path / "torch")
     loop = FIRST_BLOCK.findall((ROOT / "README.md").read_text())[0]
     script = tmp_path / "loop.py"

@@ -114,6 +114,73 @@ def test_against_the_allocator(name):
     assert forecast.peak == pytest.approx(measured, rel=0.05)
 
 
+class Momentum(torch.optim.Optimizer):
+    """An optimizer whose code is not torch's."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            buffer = self.state[param].setdefault("buffer", torch.zeros_like(param))
+            param.sub_(buffer.mul_(0.9).add_(param.grad), alpha=0.01)
+
+
+class Sign(torch.optim.Optimizer):
+    """Another one, without state, and with two names for its parameters."""
+
+    def __init__(self, params):
+        self.params = list(params)
+        super().__init__(self.params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.params:
+            param.sub_(param.grad.sign_(), alpha=0.01)
+
+
+GUARDED = {name: OPTIMIZERS[name] for name in ("sgd", "sgd, fused", "adam, foreach")}
+GUARDED |= {"own": Momentum, "own, without state": Sign}
+# Tensors of a parameter's size that a step copies, on a CPU.
+COPIED = {"sgd": 2, "own": 2, "own, without state": 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be skipped on the device")
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+@pytest.mark.parametrize("optimizer", GUARDED)
+def test_copies_of_a_guard(optimizer, nonfinite):
+    """P2: with `nonfinite=`, it is what the profiler sees in a guarded step, to a hundred bytes of counters."""
+    model, x = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))), torch.randn(16, 256)
+    peaks = []
+    for guard in (None, nonfinite):
+        made = GUARDED[optimizer](model.parameters())
+        forecast = debug.forecast(mean_square, model, made, (x,), nonfinite=guard, device="cpu")
+        step = ampkit.graphed_step(mean_square, model, made, nonfinite=guard, graph="off")
+        for _ in range(4):
+            step(x)
+        state = [value for values in made.state.values() for value in values.values()]
+        there = sum(tensor.untyped_storage().nbytes() for tensor in [x, *model.parameters(), *state])
+        measured = there + profiler_peak(lambda step=step: [step(x) for _ in range(2)])
+        print(f"{optimizer}, {guard}: forecast {forecast.peak}, profiler {measured}")
+        assert forecast.peak == pytest.approx(measured, abs=100)
+        peaks.append(forecast.peak)
+    parameters = sum(param.nbytes for param in model.parameters())
+    assert peaks[1] - peaks[0] == pytest.approx(COPIED.get(optimizer, 0) * parameters, abs=20_000)
+
+
+@cuda_build
+def test_copies_of_a_guard_on_cuda():
+    """There, graphed_step makes Adam capturable, so that its steps are undone: with copies of its state, too."""
+    model, x = nn.Linear(256, 256, bias=False), torch.randn(1, 256)
+    made, size = torch.optim.Adam(model.parameters()), model.weight.nbytes
+    profiles = [debug.forecast(mean_square, model, made, x, nonfinite=guard) for guard in (None, "skip")]
+    plain, guarded = (max(profile.series["temporary"]) for profile in profiles)
+    assert guarded - plain == pytest.approx(3 * size, abs=2 * size)
+    for at in ("parameter", "optimizer state"):
+        assert profiles[0].series[at][-1] == pytest.approx(profiles[1].series[at][-1], abs=1024)
+
+
 # Measured on an H100, torch 2.11.0+cu130, by `python -m ampkit bench --model resnet50 -b 32`, variant "torch AMP,
 # eager": torch.cuda.max_memory_allocated in steps behind the first twenty, with the next batch on its way.
 MEASURED_RESNET50 = 1698
@@ -278,6 +345,10 @@ def test_wrong_use():
         debug.forecast(mean_square, model, optimizer, x, device="tpu")
     with pytest.raises(ValueError, match=r"steps=0"):
         debug.forecast(mean_square, model, optimizer, x, device="cpu", steps=0)
+    with pytest.raises(ValueError, match=r"nonfinite='raise'\): expected one of 'skip', 'stop'"):
+        debug.forecast(mean_square, model, optimizer, x, device="cpu", nonfinite="raise")
+    with pytest.raises(ValueError, match=r"nonfinite='skip'\): expected None beside a loss scale, which skips"):
+        debug.forecast(mean_square, model, optimizer, x, device="cpu", nonfinite="skip", policy="float16")
     with pytest.raises(ZeroDivisionError):
         debug.forecast(lambda model, x: model(x) / (1 // 0), model, optimizer, x, device="cpu")
 
@@ -318,12 +389,14 @@ def test_every_optimizer_of_torch(kind, device):
     for options in choices:
         optimizer = kind(model.parameters(), **options)
         forecast = debug.forecast(mean_square, model, optimizer, x, device=device)
+        guarded = debug.forecast(mean_square, model, optimizer, x, device=device, nonfinite="skip")
         _loss_step(model, optimizer)(x)
         state = [value for values in optimizer.state.values() for value in values.values()]
         # On CUDA a size is that of whole blocks, and a count of steps may be on the device.
         size = sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.dim())
         found = forecast.series["optimizer state"][-1]
         assert size <= found <= size + 1024 * len(state), (kind, options)
+        assert size <= guarded.series["optimizer state"][-1] <= size + 1024 * len(state), (kind, options)
         model.zero_grad()
 
 
@@ -686,6 +759,29 @@ def test_against_this_gpu(name, batch, policy):
         step()
     measured = torch.cuda.max_memory_allocated() - before
     print(f"{name} b{batch} {policy}: forecast {forecast.peak / MIB:.1f} MiB, measured {measured / MIB:.1f}")
+    assert forecast.peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize("optimizer", GUARDED)
+def test_copies_of_a_guard_on_this_gpu(optimizer, nonfinite):
+    """P2: within 5 % of the peak of a guarded step, with the copies of an optimizer that is not fused."""
+    model, x = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))), torch.randn(64, 2048)
+    forecast = debug.forecast(mean_square, model, GUARDED[optimizer](model.parameters()), (x,), nonfinite=nonfinite)
+    gc.collect()
+    ampkit._torch.device.allocator.clear_cublas_workspaces()
+    before = torch.cuda.memory_allocated()
+    moved, x = model.cuda(), x.cuda()
+    made = GUARDED[optimizer](moved.parameters())
+    step = ampkit.graphed_step(mean_square, moved, made, nonfinite=nonfinite, graph="off")
+    for _ in range(4):
+        step(x)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(x)
+    measured = torch.cuda.max_memory_allocated() - before
+    print(f"{optimizer}, {nonfinite}: forecast {forecast.peak / MIB:.1f} MiB, measured {measured / MIB:.1f}")
     assert forecast.peak == pytest.approx(measured, rel=0.05)
 
 

@@ -203,6 +203,23 @@ def test_categories(device: str) -> None:
     assert max(kept.series["parameter"]) == max(freed.series["parameter"])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda_build)])
+def test_copies_of_a_guard(device: str) -> None:
+    """P2: with `nonfinite=`, the first of two ranks copies its shards of parameters and momentum during the step."""
+    model, x = perceptrons(512, 8), torch.zeros(16, 512)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    levels = []
+    for guard in (None, "skip"):
+        profile = debug.forecast(
+            fsdp_memory.loss_fn, model, optimizer, x, shard=fully_shard, ranks=2, nonfinite=guard, device=device
+        )
+        start = [event for event, name in profile.marks if name == "optimizer"][-1]
+        levels.append(max(profile.series["temporary"][start:]) - profile.series["temporary"][start])
+    copied = 2 * 8 * 512 * 512 * 4 // 2
+    assert levels[0] == 0
+    assert copied <= levels[1] <= copied + 1024
+
+
 @pytest.mark.slow
 def test_leaves_everything_alone() -> None:
     """P2: nothing is changed, and the process is as before: no process group, no stand-ins, no hooks."""

@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -794,6 +796,41 @@ def test_report_and_figures() -> None:
         "flushed_in_float16",
         "safe_scale",
     }
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("every", "lasts"), [(1, False), (100, True), (100, False)])
+def test_a_stop_names_the_first_layer(engine: Engine, every: int, lasts: bool) -> None:
+    """E3: within 16 calls `nonfinite="stop"` names the layer, if the step or a later such one was observed.
+
+    With a large `every` a single bad batch is not observed, and the error says what to write.
+    """
+    device, graph = engine
+    model = make_net(device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    watch = ampkit.debug.numerics(model, every=every)
+    step = ampkit.graphed_step(
+        boosted_loss, model, optimizer, policy="bfloat16", nonfinite="stop", numerics=watch, graph=graph
+    )
+    for batch in make_batches(device, [16] * 10):
+        step(*batch)
+    bad, *others = make_batches(device, [16] * 16)
+    images = bad[0] * math.nan
+    named = r"has found the first overflow: conv, forward, step (\d+) \(its input: "
+    replays = device == "cuda" and every == 1  # another observed step would be a first one, which is captured
+    feed = [(images, *bad[1:]), *((images if lasts else other[0], *other[1:]) for other in others)]
+    with no_sync() if replays else nullcontext(), pytest.raises(ampkit.NonfiniteError) as raised:
+        [step(*batch) for batch in feed]
+    assert "in call 11, counted from 1" in str(raised.value)
+    found = re.search(named, str(raised.value))
+    if every == 1:
+        assert found is not None
+        assert int(found[1]) == 10
+    elif lasts:
+        assert found is not None
+        assert 10 < int(found[1]) < 26
+    else:
+        assert "numerics=ampkit.debug.numerics(model, every=1) names the first layer" in str(raised.value)
 
 
 def test_a_report_of_zeros_is_json() -> None:

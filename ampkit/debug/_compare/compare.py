@@ -30,6 +30,11 @@ def compare(
         print(compare(lambda: loss_in(f32), lambda: loss_in(bf16), model=model, min_db=30))
         print(compare(eager_step, graphed, *batch, state=[model, optimizer, graphed.scaler]))
 
+    A policy with rules for modules, such as one for float8, is on the model, so each run gets its own::
+
+        f8 = policy.apply(copy.deepcopy(model))
+        print(compare(lambda: loss_in(bf16, model), lambda: loss_in(policy, f8), model=(model, f8), min_db=15))
+
     These tensors are compared:
 
     1. the outputs of the modules of `model`, in the order of their calls, and the gradients of these outputs, in the

@@ -223,7 +223,7 @@ class MemoryTracker(TorchDispatchMode):
         in_backward = node is not None or in_graph_task()  # hooks of tensors run before their node
         self._update_phase(in_backward)
         self._follow_gathered()
-        sources = tensors_in((args, kwargs))
+        sources = _held_in((args, kwargs))
         self.add_inputs(sources)
         module, line = self._module_and_line(node)
         reads_device = self._untracked.begin_operation(self._timeline.level)
@@ -232,7 +232,7 @@ class MemoryTracker(TorchDispatchMode):
         # Forward begins with an operation that makes a tensor: `zero_grad(set_to_none=False)` makes none, and belongs
         # to the step before. A module may run without gradients, as in reentrant checkpointing.
         is_forward = not in_backward and not self._in_optimizer and (torch.is_grad_enabled() or bool(self._modules))
-        made = [self._add_new(tensor, module, line, is_forward) for tensor in tensors_in(result)]
+        made = [self._add_new(tensor, module, line, is_forward) for tensor in _held_in(result)]
         new = [allocation for allocation in made if allocation is not None]
         if func is TO_COPY and sources[0].device != self._device:
             for allocation in new:
@@ -312,15 +312,16 @@ class MemoryTracker(TorchDispatchMode):
 
     def _categorize(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Give a storage a category. One that is new to the tracker was there before."""
-        key = self._storage_key(tensor)
-        if not key:
-            return
-        if allocation := self._allocations.get(key):
-            if category != "input" and allocation.category != "parameter":
-                allocation.category, allocation.module = category, module or allocation.module
-        elif not self._untracked.in_pool(tensor):
-            allocation = self._track(key, tensor, Allocation(0, "", module, category=category))
-            self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
+        for held in _held_in(tensor):
+            key = self._storage_key(held)
+            if not key:
+                continue
+            if allocation := self._allocations.get(key):
+                if category != "input" and allocation.category != "parameter":
+                    allocation.category, allocation.module = category, module or allocation.module
+            elif not self._untracked.in_pool(held):
+                allocation = self._track(key, held, Allocation(0, "", module, category=category))
+                self._timeline.add_existing(allocation, self._allocator.allocate(key, allocation.requested))
 
     # ----------------------------------------------------------------------------------------------------- storages
 
@@ -370,3 +371,15 @@ class MemoryTracker(TorchDispatchMode):
             allocation.requested = size
             self._allocator.free(key)
             self._timeline.resize(allocation, self._allocator.allocate(key, size) - allocation.bytes)
+
+
+def _held_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree. One that is made of others (torchao's float8) has no memory of its own."""
+    found: list[Tensor] = []
+    for tensor in tensors_in(tree):
+        made_of_others: Any = tensor if hasattr(local_shard(tensor), "__tensor_flatten__") else None
+        if made_of_others is None:
+            found.append(tensor)
+        else:
+            found += _held_in([getattr(made_of_others, name) for name in made_of_others.__tensor_flatten__()[0]])
+    return found

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 
 from ..._arguments import check_at_least, check_callable, check_choice, check_instance, wrong
 from ..._capture.ranks.shards import is_sharded
+from ..._optimizer.device_step import changed_by_step, seed_momentum, step_or_undo
+from ..._optimizer.nonfinite import SKIP, STOP
+from ..._optimizer.param_groups import CapturableGroups
+from ..._optimizer.rollback import Reachable
 from ..._optimizer.sharded import on_shards
+from ..._optimizer.step_kind import can_be_undone, parameters, runs_beside_step, takes_scale, torch_class
 from ..._optimizer.update.state_form import set_state_form, state_form, step_of
 from ..._precision.fake_tensors import can_save_for_backward, fake_copy, fake_device
 from ..._precision.policy import Policy, changes_model, read_policy
@@ -44,6 +50,7 @@ def forecast(
     *,
     policy: Policy | str | None = None,
     moments: torch.dtype | str | None = None,
+    nonfinite: str | None = None,
     shard: Callable[[nn.Module], object] | None = None,
     ranks: int | None = None,
     device: str = "cuda",
@@ -88,6 +95,9 @@ def forecast(
         policy: a `Policy`, or text that `Policy.parse` reads. None leaves autocast as the caller has set it. With
             `rounding`, the optimizer steps as in `graphed_step`.
         moments: as for `graphed_step`.
+        nonfinite: as for `graphed_step`. Without a fused kernel, a step then copies the parameters and the state that
+            it changes, for as long as it runs. Those of an optimizer of your own are counted as if a graph could undo
+            its steps. What `after_step` writes is copied too, and not counted.
         shard: a function that calls `fully_shard` on modules of the model that it gets, which is the copy. It can leave
             out the mesh, or make one of `ranks` ranks and the device type `device`. What it returns is not used.
         ranks: over how many ranks `shard` splits the model.
@@ -121,6 +131,10 @@ def forecast(
             "optimizer.step(). Forecast with another optimizer, or record a real step: debug.memory(train_step, ...)."
         )
     policy = read_policy("debug.forecast", policy)
+    if nonfinite is not None:
+        check_choice("debug.forecast", "nonfinite", nonfinite, (SKIP, STOP))
+        if policy is not None and policy.needs_scaling:
+            raise wrong("debug.forecast", "nonfinite", nonfinite, "None beside a loss scale, which skips already")
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     label = label or ("autocast as it was" if policy is None else str(policy))
@@ -128,7 +142,7 @@ def forecast(
     try:
         with rank, fake_device(device), torch.set_grad_enabled(True):
             parts = loss_fn, model, optimizer, (tuple(args), kwargs)
-            return _profile(*parts, policy, moments, device, shard, steps, label, sys._getframe(1))
+            return _profile(*parts, policy, moments, nonfinite, device, shard, steps, label, sys._getframe(1))
     except Exception as error:
         where = f" At {line}" if (line := user_line(error)) else ""
         if any(text in str(error) for text in _MIXED_DEVICES):
@@ -151,6 +165,7 @@ def _profile(
     batch: Any,
     policy: Policy | None,
     moments: object,
+    nonfinite: str | None,
     device: str,
     shard: Callable[[nn.Module], object] | None,
     steps: int,
@@ -167,6 +182,10 @@ def _profile(
     fake_optimizer = _optimizer_of(optimizer, {id(param): fake for param, fake in pairs}, device)
     form = read_state_form("debug.forecast", moments, policy, [fake_optimizer]) or state_form(optimizer)
     set_state_form(fake_optimizer, form)
+    guarded: Callable[..., None] | None = None  # a step that can be undone
+    if nonfinite is not None and not runs_beside_step(optimizer):
+        groups = CapturableGroups(fake_optimizer, torch.device(device))
+        guarded = partial(_step_or_undo, fake_optimizer, groups, groups.table(1).rows[0])
     on_cuda = device == "cuda"
     tracker = MemoryTracker(
         torch.device("cuda", 0) if on_cuda else torch.device("cpu"),
@@ -178,7 +197,7 @@ def _profile(
         forecast=True,
     )
     with without_engine(tracker.at_node), tracker:
-        for _ in range(steps):
+        for number in range(steps):
             tracker.begin_step()
             fake_optimizer.zero_grad()
             with nullcontext() if policy is None else policy.autocast(device):
@@ -187,10 +206,28 @@ def _profile(
             if policy is not None and policy.needs_scaling:
                 loss = loss * torch.ones((), device=loss.device)  # the loss scale
             loss.backward()
-            with _FakeOptimizerStep(tracker), nullcontext() if form is None else on_shards(fake_optimizer):
-                step_of(fake_optimizer)()
+            whole = form is None and guarded is None
+            with _FakeOptimizerStep(tracker), nullcontext() if whole else on_shards(fake_optimizer):
+                step_of(fake_optimizer)() if guarded is None else guarded(first=not number)
             del loss
     return tracker.profile(label)
+
+
+def _step_or_undo(
+    optimizer: torch.optim.Optimizer, groups: CapturableGroups, rates: list[Tensor], *, first: bool
+) -> None:
+    """Step as `nonfinite=` does: with copies of all that changes, unless a kernel can skip, or the host must."""
+    changed: list[Tensor] = []
+    with groups.reading(rates), groups.applied():
+        if torch_class(optimizer) is None:
+            with_gradient = frozenset(id(param) for param in parameters(optimizer) if param.grad is not None)
+            reached = () if first else Reachable(optimizer).changeable(with_gradient, set())  # the first is watched
+            changed = [*{id(tensor): tensor for tensor in reached}.values()]
+        elif not takes_scale(optimizer) and seed_momentum(optimizer) and can_be_undone(optimizer):
+            changed = changed_by_step(optimizer)
+        with torch.no_grad():
+            found = torch.zeros((), device=groups.device)
+        step_or_undo(step_of(optimizer), found, changed)
 
 
 class _FakeOptimizerStep(TorchDispatchMode):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._text import dtype_name
 from .hooks import ModelHooks
-from .measurements import BIAS, BINS, LARGEST, MAGNITUDE, NONFINITE
+from .measurements import BIAS, BINS, FLOAT8, LARGEST, MAGNITUDE, NONFINITE
 
 _F16_NORMAL = -14  # exponent of torch.finfo(torch.float16).smallest_normal; below it digits are lost one by one
 _F16_ZERO = -25  # values below 2**-25 are rounded to zero
@@ -31,7 +31,7 @@ class NumericsFinding(NamedTuple):
         direction: "forward" or "backward".
         step: the optimizer step, counted from 0.
         what: the tensor that shows it: the module's "output" or "grad_input", or the name of a parameter if its
-            gradient shows it. It is "input" or "grad_output" if it had happened before the module computed.
+            gradient shows it. It is "input", "weight" or "grad_output" if it had happened before the module computed.
         detail: the numbers behind it, in words.
     """
 
@@ -52,8 +52,9 @@ class NumericsRow(NamedTuple):
     Attributes:
         name: the name of the module or the parameter.
         what: "input", "output", "grad_output" (the gradient of the module's outputs) or "grad_input" (the gradient that
-            the module passes back to its inputs); "gradient" for a parameter. Gradients are measured as the backward
-            computes them, multiplied by the loss scale.
+            the module passes back to its inputs); "weight" for that of a Linear layer which computes in float8;
+            "gradient" for a parameter. Gradients are measured as the backward computes them, multiplied by the loss
+            scale.
         dtype: the dtype of the tensor.
         count: how many values it has.
         largest: the largest magnitude. If a value is inf or nan, it is a power of two: the largest finite magnitude is
@@ -64,6 +65,12 @@ class NumericsRow(NamedTuple):
         flushed: how many of the `subnormal` ones are below 2**-25, which float16 rounds to zero. It is 0 if the tensor
             is in float16 already.
         exponents: how many values there are from 2**e up to 2**(e + 1), by e from -32 (or less) to 16 (or more).
+        in_float8: how many values a Linear layer has cast to float8. It casts its input, its weight and the gradient of
+            its output, each under its own recipe.
+        flushed_in_float8: how many of these were not zero, and became zero. Each tensor is read by two products. With
+            one scale per row it is cast for each of them, and a value counts if it became zero for one of them.
+        saturated_in_float8: how many became the largest number of the format because they were beyond it. Scales are
+            made from the largest magnitude of the tensor or the row, so it is 0 with every recipe of today.
     """
 
     name: str
@@ -76,6 +83,9 @@ class NumericsRow(NamedTuple):
     subnormal: int
     flushed: int
     exponents: dict[int, int]
+    in_float8: int = 0
+    flushed_in_float8: int = 0
+    saturated_in_float8: int = 0
 
     @property
     def fraction_flushed(self) -> float:
@@ -89,6 +99,11 @@ class NumericsRow(NamedTuple):
     def fraction_fading(self) -> float:
         """The share of subnormal values among those that are not zero. It is near 0 in healthy tensors, 1 at worst."""
         return self.subnormal / max(self.count - self.zeros, 1)
+
+    @property
+    def fraction_flushed_in_float8(self) -> float:
+        """The share of values that became zero in float8, of those that were cast; 0 if none was."""
+        return self.flushed_in_float8 / max(self.in_float8, 1)
 
 
 class ObservedStep:
@@ -143,6 +158,9 @@ class ObservedStep:
                 subnormal=int(self._subnormals[i]),
                 flushed=int(counts[1 : _F16_ZERO + BIAS].sum()),
                 exponents=dict(exponents),
+                in_float8=int(self._values[i, FLOAT8]),
+                flushed_in_float8=int(self._values[i, FLOAT8 + 1]),
+                saturated_in_float8=int(self._values[i, FLOAT8 + 2]),
             )
             rows.append(row)
         return rows
@@ -159,11 +177,12 @@ class ObservedStep:
         if first is None:
             first = next(i for i in bad if self._tensors[i].what == "gradient")
         tensor = self._tensors[first]
-        direction = "forward" if tensor.what in ("input", "output") else "backward"
+        direction = "forward" if tensor.what in ("input", "weight", "output") else "backward"
         what = tensor.name if tensor.what == "gradient" else tensor.what
         amount = f"{int(self._nonfinite[first])} of {int(self._counts[first])} values are not finite"
         how = {
             "input": f"its input: {amount} already, because of the batch or of code between modules",
+            "weight": f"its weight: {amount} already",
             "output": f"its output: {amount}",
             "grad_output": f"its grad_output: {amount} already, because of the loss, its scale or other code",
             "grad_input": f"its grad_input: {amount}",
@@ -219,3 +238,8 @@ class ObservedStep:
         flushed = sum(self._zeros[i] if self._dtypes[i] is torch.float16 else below[i] for i in chosen)
         largest = max((self._largest[i] for i in chosen), default=0.0)
         return largest / self.scale, sum(self._nonfinite[i] for i in chosen), flushed / count
+
+    def flushed_in_float8(self) -> float | None:
+        """Return the share of values that became zero, of all that were cast to float8; None if none was."""
+        cast, flushed, _ = self._values[:, FLOAT8:].sum(0).tolist()
+        return flushed / cast if cast else None

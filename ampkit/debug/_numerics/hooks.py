@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ..._precision.float8 import watching_float8
 from ..._torch.autograd.autograd import in_backward, newest_sequence_number, sequence_number
 from ..._torch.compile import is_compiled, is_compiled_in_place
 from ..._torch.tensors.tensors import local_shard
@@ -34,6 +35,8 @@ class ModelHooks:
         self._params = {param: name.replace(_COMPILED, "") for name, param in unwrapped(model).named_parameters()}
         # What is measured, by the row of the statistics.
         self.tensors = [MeasuredTensor(name, what, name) for name, _ in self._modules for what in _OF_MODULES]
+        self._linear = {module: name for name, module in self._modules if isinstance(module, nn.Linear)}
+        self.tensors += [MeasuredTensor(name, "weight", name) for name in self._linear.values()]
         self.first_parameter = len(self.tensors)  # all rows from here on are those of parameters
         owners = {name: name.rpartition(".")[0] or self.root for name in self._params.values()}
         self.tensors += [MeasuredTensor(name, "gradient", owner) for name, owner in owners.items()]
@@ -77,6 +80,7 @@ class ModelHooks:
         """
         with ExitStack() as hooks:
             hooks.callback(self._open_calls.clear)  # a forward that raised may have left its autograd graph
+            hooks.enter_context(watching_float8(partial(self._in_float8, to)))
             for name, module in self._modules:
                 before = partial(self._before, to, in_loop, name)
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -123,6 +127,18 @@ class ModelHooks:
         found = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
         edges = {(edge.node, edge.output_nr) for edge in found}
         self._open_calls.setdefault(name, []).append((edges, newest_sequence_number()))
+
+    def _in_float8(self, to: Measurements, recipe: str, layer: nn.Linear, input: Tensor, out: Tensor) -> None:
+        """Measure what a layer casts to float8, within a call that is measured."""
+        name = self._linear.get(layer)
+        if name is None or to.closed or not self._open_calls.get(name):
+            return
+        if not in_backward():
+            to.add(self._row[name, "weight"], layer.weight)
+            to.add_float8(self._row[name, "weight"], recipe, "weight", layer.weight)
+            to.add_float8(self._row[name, "input"], recipe, "input", input)
+        if out.grad_fn is not None:
+            out.register_hook(partial(to.add_float8, self._row[name, "grad_output"], recipe, "grad_output"))
 
     def _after(self, to: Measurements, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or to.closed or not self._open_calls.get(name):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._precision.float8 import count_float8
 from ..._torch.tensors.modes import without_dispatch_modes
 from ..._torch.tensors.tensors import (
     foreach_add_,
@@ -24,6 +25,8 @@ NONFINITE = BINS - 1  # the bin of inf and nan
 # Columns of the buffer, behind the counts by exponent.
 LARGEST = BINS  # the largest magnitude, inf or nan if a value is
 MAGNITUDE = BINS + 1  # for a parameter: the largest magnitude of its values, inf or nan if one is
+FLOAT8 = BINS + 2  # the first of three: how many values were cast to float8, became zero by that, were beyond its range
+_COLUMNS = BINS + 5
 # Tensors that are recognized when they come again: the output of a module is often the input of the next one. Few
 # tensors are measured between the two.
 _REMEMBERED = 4
@@ -76,7 +79,7 @@ class MeasuredTensor(NamedTuple):
     """What one row of the statistics is about."""
 
     name: str  # the module, or the parameter
-    what: str  # "input", "output", "grad_output" or "grad_input" of a module, or "gradient" of a parameter
+    what: str  # see `NumericsRow`
     module: str  # the module, or the one that holds the parameter
 
 
@@ -85,14 +88,16 @@ class DeviceStatistics:
 
     Attributes:
         buffer: float64, which counts exactly up to 2**53. It has a row for each `MeasuredTensor`, and the columns are
-            counts by exponent, `LARGEST` and `MAGNITUDE`. One more row holds the loss scale, 0 if there is none.
+            counts by exponent, `LARGEST`, `MAGNITUDE` and those from `FLOAT8` on. One more row holds the loss scale, 0
+            if there is none.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.buffer = torch.zeros(rows + 1, BINS + 2, dtype=torch.float64, device=device)
+        self.buffer = torch.zeros(rows + 1, _COLUMNS, dtype=torch.float64, device=device)
         self._counts = self.buffer[:, :BINS].unbind()
         self._largest = self.buffer[:, LARGEST].unbind()
         self._magnitudes = self.buffer[:, MAGNITUDE].unbind()
+        self._float8 = self.buffer[:, FLOAT8:].unbind()
 
     def add(self, rows: Sequence[int], counts: Sequence[Tensor], largest: Sequence[Tensor]) -> None:
         """Add what `measure` returned to these rows, which must be distinct. A dozen kernels for a hundred rows."""
@@ -105,6 +110,11 @@ class DeviceStatistics:
             chosen = [i for i, maximum in enumerate(largest) if maximum.dtype is dtype]
             maxima = torch.stack([largest[i] for i in chosen]).double()
             foreach_maximum_([self._largest[rows[i]] for i in chosen], list(maxima.unbind()))
+
+    def add_float8(self, rows: Sequence[int], counts: Sequence[Tensor]) -> None:
+        """Add what `count_float8` returned to these rows, which must be distinct."""
+        if rows:
+            foreach_add_([self._float8[row] for row in rows], list(torch.stack(list(counts)).double().unbind()))
 
     def set_magnitudes(self, rows: Sequence[int], params: Sequence[Tensor]) -> None:
         """Write the largest magnitudes of some parameters to their rows, inf or nan if an element is.
@@ -171,6 +181,7 @@ class Measurements:
 
     _statistics: DeviceStatistics
     _measured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _float8: dict[int, Tensor] = field(default_factory=dict)
     _recent: deque[tuple[object, Tensor, tuple[Tensor, Tensor]]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED)
     )
@@ -201,6 +212,14 @@ class Measurements:
         self._measured[row] = counts, largest
         self.dtypes[row] = tensor.dtype
 
+    def add_float8(self, row: int, recipe: str, what: str, tensor: Tensor) -> None:
+        """Count what a tensor loses in float8, see `count_float8`. Thirty kernels at most. Sync: none."""
+        device = self._statistics.buffer.device
+        if not self.closed and is_measurable(tensor) and tensor.device == device:
+            with torch.no_grad(), without_dispatch_modes():
+                counts = count_float8(recipe, what, tensor.detach())
+                self._float8[row] = self._float8[row] + counts if row in self._float8 else counts
+
     def add_part(self, row: int, part: Tensor) -> None:
         """Do the same with this process's part of a tensor, which may be empty."""
         if part.numel():
@@ -217,6 +236,7 @@ class Measurements:
         with torch.no_grad():
             counts, largest = zip(*self._measured.values(), strict=True) if self._measured else ((), ())
             self._statistics.add(list(self._measured), counts, largest)
+            self._statistics.add_float8(list(self._float8), list(self._float8.values()))
         self._recent.clear()
 
     def discard(self) -> None:

@@ -23,6 +23,8 @@ def numerics(model: nn.Module, *, every: int = 100, scaler: TorchGradScaler | No
     It measures the inputs and outputs of leaf modules (and of others with parameters of their own), the gradients of
     their outputs, the gradients that they pass back to their inputs, and the gradients of parameters. Of each it knows
     the largest finite magnitude, how many values are not finite, how many are zero, and how many have which exponent.
+    Of a Linear layer that computes in float8 it knows how many values of its input, its weight and the gradient of its
+    output become zero by that; see `NumericsRow`.
 
     Give it to a captured step; the observed steps then get graphs of their own::
 
@@ -269,18 +271,21 @@ class Numerics:
     def figures(self) -> dict[str, float]:
         """Return a few numbers for a logger, of the last observed step that has arrived; {} before that. Sync: none.
 
-        All are finite. So there is no `safe_scale` if every step overflowed, or if all gradients were zero.
+        All are finite. So there is no `safe_scale` if every step overflowed, or if all gradients were zero. There is
+        `flushed_in_float8` if something was cast to it: the share of all these values that became zero.
         """
         self._take_copies()
         if self._last is None:
             return {}
         largest, nonfinite, flushed = self._last.gradients_of_parameters()
+        in_float8 = self._last.flushed_in_float8()
         return {
             "step": float(self._last.step),
             "scale": self._last.scale,
             "largest_gradient": largest,
             "nonfinite_gradients": nonfinite,
             "flushed_in_float16": flushed,
+            **({} if in_float8 is None else {"flushed_in_float8": in_float8}),
             **({"safe_scale": safe_scale(self._largest_gradient)} if self._largest_gradient else {}),
         }
 

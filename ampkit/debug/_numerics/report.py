@@ -62,17 +62,22 @@ class NumericsReport:
         """
         shown = self.rows
         if rows is not None and len(shown) > rows:
-            worst = sorted(shown, key=lambda row: (row.nonfinite > 0, row.fraction_fading), reverse=True)[:rows]
+            worst = sorted(shown, key=_badness, reverse=True)[:rows]
             shown = tuple(row for row in shown if row in worst)
         width = max([len(row.name) for row in shown], default=6)
         head = f"{'name':{width}}  what         dtype      largest    not finite  zeros   subnormal  flushed in fp16"
-        lines = [head]
+        in_float8 = any(row.in_float8 for row in shown)
+        lines = [head + "  flushed in fp8  saturated" * in_float8]
         for row in shown:
             largest = f"{'>=' if row.nonfinite else ''}{row.largest:.3e}"
-            lines.append(
+            line = (
                 f"{row.name:{width}}  {row.what:11}  {row.dtype:8}  {largest:>10}  {row.nonfinite:10d}  "
                 f"{row.zeros / row.count:6.1%}  {row.subnormal / row.count:9.1%}  {row.flushed / row.count:6.1%}"
             )
+            if row.in_float8:
+                saturated = row.saturated_in_float8 / row.in_float8
+                line += f"{row.fraction_flushed_in_float8:17.1%}{saturated:19.1%}"
+            lines.append(line)
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -90,6 +95,10 @@ class NumericsReport:
         if self.never_called:
             lines.append(f"never called, or inside compiled code: {', '.join(self.never_called[:_MODULES_NAMED])}")
         return "\n".join([*lines, f"step {self.step}, the worst rows of {len(self.rows)}:", self.table(_SHOWN)])
+
+
+def _badness(row: NumericsRow) -> tuple[bool, float]:
+    return row.nonfinite > 0, max(row.fraction_fading, row.fraction_flushed_in_float8)
 
 
 def safe_scale(largest: float) -> float:

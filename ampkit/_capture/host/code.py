@@ -9,7 +9,7 @@ import functools
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from itertools import chain
 from types import CodeType, FunctionType, MethodType
@@ -60,7 +60,8 @@ class Read(NamedTuple):
         return self._replace(parts=(*self.parts, part))
 
 
-def reads(code: CodeType) -> dict[Read, list[CodePlace]]:
+@functools.lru_cache(maxsize=4096)
+def reads(code: CodeType) -> Mapping[Read, Sequence[CodePlace]]:
     """Return the longest expressions of this kind, with those of the functions that are defined in the code.
 
     Each has a list of places in the code, of which it is the last instruction. A local variable that is assigned once

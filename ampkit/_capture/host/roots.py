@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, MethodDescriptorType, MethodType, ModuleType
@@ -164,7 +164,7 @@ class Notes:
         self._places: dict[PathKey, dict[CodePlace, None]] = {}  # where each path is read
         # By identity, because dynamo makes code that has no hash: what was called, and what that reads; None if it is
         # not of the user's code.
-        self._reads: dict[int, tuple[CodeType, dict[Read, list[CodePlace]] | None]] = {}
+        self._reads: dict[int, tuple[CodeType, Mapping[Read, Sequence[CodePlace]] | None]] = {}
         self._fixed: dict[int, list[tuple[Path, Read]]] = {}  # those that are the same in each call of a function
         self._inner: set[CodeType] = set()  # of functions that are defined by functions that were called
         # By identity: the objects on the paths, which are kept alive here. Functions may be given them.
@@ -227,7 +227,7 @@ class Notes:
                 found[text] = line_of(executed)
         return found
 
-    def _begin(self, frame: FrameType) -> dict[Read, list[CodePlace]] | None:
+    def _begin(self, frame: FrameType) -> Mapping[Read, Sequence[CodePlace]] | None:
         """Return what the code of a function reads that is called for the first time; None if that is no matter."""
         code = frame.f_code
         original = original_code(code)
@@ -280,7 +280,7 @@ class Notes:
             if path.root.scope is Scope.ARGUMENT:
                 self._add_compiled(path, reader, [])
 
-    def _add_compiled(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
+    def _add_compiled(self, path: Path, reader: Reader, places: Sequence[CodePlace]) -> None:
         self._compiled.add(path.key)
         self._add(path, reader, places)
 
@@ -315,7 +315,7 @@ class Notes:
         if not is_left_alone(value):
             self._known.setdefault(id(value), (value, Path(Root(Scope.ARGUMENT, value, name), ())))
 
-    def _add(self, path: Path, reader: Reader, places: list[CodePlace]) -> None:
+    def _add(self, path: Path, reader: Reader, places: Sequence[CodePlace]) -> None:
         self._places.setdefault(path.key, {}).update(dict.fromkeys(places))
         if path.key in self._owners:
             self._add(self._owners[path.key], reader, places)

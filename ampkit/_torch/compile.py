@@ -22,7 +22,6 @@ from .guard import private
 from .tensors.modules import module_tables
 
 COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
-KERNEL_TIMING = "ampkit/_torch/device/kernel_timing.py:"  # where ampkit times kernels for the compiler
 COMPILER_FOLDERS = tuple(f"{Path(torch.__file__).parents[1] / folder}{os.sep}" for folder in COMPILER)
 _WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
 _WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written

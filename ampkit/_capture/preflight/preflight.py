@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from ..._torch.autograd.backward_thread import run_backwards_here
-from ..._torch.compile import COMPILER, KERNEL_TIMING
+from ..._torch.compile import COMPILER
+from ..._torch.device.kernel_timing import KERNEL_TIMING
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts

@@ -16,7 +16,7 @@ from .._torch.optimizers import step_hooks
 from .._torch.tensors.modes import without_dispatch_modes
 from .._torch.tensors.tensors import version
 from .._undo import Undo, replace
-from .step_kind import STEP_HOOKS
+from .step_kind import STEP_HOOKS, makes_rate_tensors
 
 _REPLACED = ("lr", "capturable", "foreach")  # entries of a group that have other values during the step
 
@@ -133,6 +133,8 @@ class CapturableGroups:
         self.device: torch.device = device
         # CUDA kernels read the rate as float32. CPU kernels take any dtype, and a Python float is a float64.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+        if makes_rate_tensors(optimizer):
+            self._dtype = optimizer.param_groups[0]["lr"].dtype
         self._rates: list[_Rate] = []
         self._given: Sequence[Tensor] | None = None  # what steps read in place of these
         self.program: RatesOnDevice | None = None

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from .._text import CONSTANTS
 from .._torch.tensors.modes import WatchingMode
-from .._torch.tensors.operators import all_written, written_arguments
-from .._torch.tensors.tensors import is_wrapper, storage_address
+from .._torch.tensors.operators import INDEXING, all_written, kind_of, written_arguments
+from .._torch.tensors.tensors import inner_tensors, is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
 from .step_kind import gradients, parameters
 
@@ -33,6 +33,7 @@ class StepChanges:
     """
 
     incomplete: str = ""  # why a step cannot be undone, in words that follow the optimizer's name
+    only_draws: bool = False  # whether that is because it draws from a generator of the device, which a graph can do
     wanted: bool = False  # whether steps are to be watched even if no scaler has to undo any of them
     _settled: "_StepSignature | None" = None
     _seen: set[_Path] = field(default_factory=set)
@@ -41,7 +42,7 @@ class StepChanges:
 
     def known(self, optimizer: Optimizer) -> list[Tensor] | None:
         """Return every tensor that the next step may change, or None if it must be watched, or cannot be undone."""
-        if self.incomplete or self._settled is None:
+        if self._settled is None or (self.incomplete and not self.only_draws):
             return None
         reached = Reachable(optimizer)
         now = _StepSignature.of(optimizer, reached)
@@ -63,10 +64,10 @@ class StepChanges:
 
     def watch(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         """Call `step`, which steps the optimizer, learn what that changes, and return what it returned."""
-        if self.incomplete:
+        if self.incomplete and not self.only_draws:
             return step()
         before = Reachable(optimizer)
-        with _StepWatch() as watch:
+        with _StepWatch({param.device for param in parameters(optimizer)}) as watch:
             result = step()
         after = Reachable(optimizer)
         self._watched += 1
@@ -74,19 +75,21 @@ class StepChanges:
         kept = in_gradients.union(map(storage_address, tensors_in([result, *after.tensors.values()])))
         created = (reference() for reference in watch.created)
         elsewhere = any(tensor is not None and storage_address(tensor) not in kept for tensor in created)
-        self.incomplete = (
-            watch.beyond
+        grew = before.tensors.keys() != after.tensors.keys() or before.numbers.keys() != after.numbers.keys()
+        problem = (
+            ("" if grew else watch.beyond)
             or before.changed_to(after)
-            or after.why_not_undone(optimizer, watch.written)
+            or after.why_not_undone(optimizer, [] if grew else watch.written)
             or ("keeps a tensor that it makes outside of its state" if elsewhere else "")
         )
+        self.only_draws = bool(watch.draws) and not problem
+        self.incomplete = problem or watch.draws
         written = [tensor for tensor in watch.written if storage_address(tensor) not in in_gradients]
         storages = set(map(storage_address, written))
         self._seen |= {path for path, tensor in after.tensors.items() if storage_address(tensor) in storages}
         known = {id(tensor) for tensor in (*after.tensors.values(), *self._others)}
         self._others += [tensor for tensor in written if id(tensor) not in known and not after.contain(tensor)]
-        grew = before.tensors.keys() != after.tensors.keys() or before.numbers.keys() != after.numbers.keys()
-        if not grew and not self.incomplete:
+        if not grew and not problem:
             self._settled = _StepSignature.of(optimizer, after)
         if self._watched > _PATIENCE:
             self.incomplete = "has other entries in its state or options in each step"
@@ -127,6 +130,11 @@ class Reachable:
 
     def _walk(self, path: _Path, value: Any) -> None:
         if isinstance(value, Tensor):
+            if path[0] == "state" and inner_tensors(value):
+                self.numbers[path] = type(value)
+                for name, child in list(vars(value).items()):
+                    self._walk((*path, name), child)
+                return
             self.tensors[path] = value
             if value.layout is torch.strided:
                 self.places[path] = (storage_address(value), value.storage_offset(), value.shape, value.stride())
@@ -221,10 +229,16 @@ class _SameObject:
 
 
 class _StepWatch(WatchingMode):
-    """Context that notes which tensors a step changes, which ones it creates, and what else it does."""
+    """Context that notes which tensors a step changes, which ones it creates, and what else it does.
 
-    def __init__(self) -> None:
+    Args:
+        devices: of the parameters.
+    """
+
+    def __init__(self, devices: set[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._devices = devices
+        self.draws = ""  # in words, that it draws from the default generator of a device; "" if it does not
         self.written: list[Tensor] = []  # from before the step; or the views of them that it changed
         self.beyond = ""  # in words, what the step did besides changing tensors on the device
         self._new: set[int] = set()  # the addresses of the memory that the step allocated
@@ -234,16 +248,23 @@ class _StepWatch(WatchingMode):
         """Run an operation and note what it does."""
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
+        if any(map(inner_tensors, given)):
+            return NotImplemented  # its class calls operations on the tensors in it, which come here
         written = written_arguments(op, args, kwargs) if hasattr(op, "overloadpacket") else iter(given)
         self.written += [tensor for tensor in written if storage_address(tensor) not in self._new]
         result = op(*args, **kwargs)
         returned = tensors_in(result)
         tags = getattr(op, "tags", ())
         fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
-        if not self.beyond and torch.Tag.nondeterministic_seeded in tags:
-            self.beyond = f"draws random numbers ({op}), which later draws would show"
+        if torch.Tag.nondeterministic_seeded in tags:
+            text = f"draws random numbers ({op}), which later draws would show"
+            if {tensor.device for tensor in returned} <= self._devices and kwargs.get("generator") is None:
+                self.draws = self.draws or text
+            else:
+                self.beyond = self.beyond or text
         elif not self.beyond:
-            reads = fetches or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+            reads = fetches or torch.Tag.data_dependent_output in tags
+            reads = reads or (torch.Tag.dynamic_output_shape in tags and not _selects_by_integers(op, args))
             self.beyond = f"reads a tensor on the host ({op})" if reads else ""
         known = {storage_address(tensor) for tensor in given}
         for tensor in returned:
@@ -251,6 +272,14 @@ class _StepWatch(WatchingMode):
                 self._new.add(address)
                 self.created.append(weakref.ref(tensor))
         return result
+
+
+def _selects_by_integers(op: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether this is `x[codes]` with integers on the device of x, whose result has their shape."""
+    if kind_of(op).name not in INDEXING:
+        return False
+    indices = tensors_in(args[1])
+    return all(each.dtype in (torch.int32, torch.int64) and each.device == args[0].device for each in indices)
 
 
 class WrittenBackup(WatchingMode):

@@ -86,7 +86,8 @@ class ScaledStep:
             reason = f"has {hidden}, which must not run in a skipped step"
         elif torch_class(optimizer) is None:
             changes = self.changes_of(optimizer)
-            changed, reason = changes.known(optimizer), changes.incomplete
+            reason = changes.incomplete
+            changed = None if reason else changes.known(optimizer)
             self.undecided |= changed is None and not reason
         elif not seed_momentum(optimizer):
             reason = ""  # In its first step SGD ignores dampening, so it can be undone from the second step on.
@@ -103,7 +104,7 @@ class ScaledStep:
             self._warn_of_read(optimizer, reason)
         stepped: float | None = None
         if not found_inf.item():  # sync
-            stepped = step() if changes is None else changes.watch(optimizer, step)
+            stepped = step() if reason or changes is None else changes.watch(optimizer, step)
         return stepped
 
     def _warn_of_read(self, optimizer: Optimizer, reason: str) -> None:

@@ -166,6 +166,17 @@ def may_be_constant(optimizer: Optimizer) -> bool:
     return torch_class(optimizer) in (None, SGD, Muon) and not step_hooks(optimizer)
 
 
+def makes_rate_tensors(optimizer: Optimizer) -> bool:
+    """Return whether the class of an optimizer has made tensors of the rates that it was given as numbers.
+
+    Its step reads tensors then (those of torchao raise an error if they find a number), and may be given others, on the
+    device.
+    """
+    if torch_class(optimizer) is not None or isinstance(optimizer.defaults.get("lr"), Tensor):
+        return False
+    return all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups)
+
+
 def why_not_called(optimizer: Optimizer) -> str:
     """Return why `optimizer.step()` cannot be called without a closure and what to use instead, or "" if it can."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -22,6 +22,7 @@ from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import (
     can_be_undone,
     gradients,
+    makes_rate_tensors,
     may_be_constant,
     parameters,
     torch_class,
@@ -50,9 +51,10 @@ class OptimizerPlace(MovableOptimizer):
         holds: whether they are a part from the beginning, with their rates as constants. They leave if one changes.
         follower: `after_step`, if it may leave the graphs. It does where one of its lines cannot be captured.
         stacked: those that `StackedMuon` steps, which graphs can hold.
+        in_tensors: those that read their rates, and count their steps, in tensors on the device, in eager calls too.
 
     Attributes:
-        stacked: see above.
+        stacked, in_tensors: see above.
         follows_behind: why `after_step` is called behind the graphs; "" if it is a part of them, or if there is none.
     """
 
@@ -70,8 +72,11 @@ class OptimizerPlace(MovableOptimizer):
         holds: bool = False,
         follower: Callable[..., object] | None = None,
         stacked: Collection[Optimizer] = (),
+        in_tensors: Collection[Optimizer] = (),
     ) -> None:
         self.stacked: Collection[Optimizer] = stacked
+        self.in_tensors: Collection[Optimizer] = in_tensors
+        self._has_joined = False
         self._optimizers, self._joining = tuple(optimizers), tuple(may_join)
         self._named = next(iter(may_join), optimizers[0])  # by messages
         self._changes = {optimizer: scaler.changes_of(optimizer) for optimizer in may_join}
@@ -113,9 +118,11 @@ class OptimizerPlace(MovableOptimizer):
         self._varies |= any(a is not b and not ({type(a), type(b)} <= {int, float} and a == b) for a, b in pairs)
         self._rates, self._steps = rates, self._steps + 1
         for optimizer, changes in self._changes.items():
-            if changes.incomplete:
-                name = type(optimizer).__name__
-                self._stay_behind(f"{name} {changes.incomplete}, which a graph would not do. {IN_PLACE}.")
+            if changes.incomplete and (self._is_scaled or not changes.only_draws):
+                why = f"which a graph would not do. {IN_PLACE}"
+                if changes.only_draws:
+                    why = "if the step was skipped, too. Without a loss scale and nonfinite= it is captured"
+                self._stay_behind(f"{type(optimizer).__name__} {changes.incomplete}, {why}.")
                 return
         changed = [self._changed_by_step(optimizer) for optimizer in self._joining] if self._steps > 1 else [None]
         if None not in changed and all(map(gradients, self._joining)):  # else nothing could be tried
@@ -138,10 +145,12 @@ class OptimizerPlace(MovableOptimizer):
         if problem:
             self._forget_programs()
         self.state.hold(self._optimizers, [] if problem else self.groups)
-        self.why_behind, self.holds_rates, self._moved = "", bool(problem), True
+        self.why_behind, self.holds_rates, self._moved, self._has_joined = "", bool(problem), True, True
 
     def _put_rates_on_device(self, optimizer: Optimizer, changed: list[Tensor]) -> tuple[Optimizer, str]:
         """Have graphs read what steps compute of the rates from tensors. Return why that cannot be, "" if it can."""
+        if optimizer in self.in_tensors and makes_rate_tensors(optimizer):
+            return optimizer, ""
         if torch_class(optimizer) is None:
             return optimizer, "is not torch's, and may do with it what it likes"
         if not has_numbers(optimizer):
@@ -182,7 +191,7 @@ class OptimizerPlace(MovableOptimizer):
             self._others += bool(changed)
             if not problem and self._others < _FEW:  # another graph has the new number
                 return False
-        elif not self.holds_rates or (problem and self._holds):
+        elif not (self.holds_rates or (problem and self._has_joined)) or (problem and self._holds):
             return False
         self._forget_programs()
         self.holds_rates, self._moved = False, True
@@ -222,7 +231,9 @@ def place_of(
     With `compiled` a Muon steps by compiled code, if the step has one process: each of several would compile by itself.
     """
     stacked = [each for each in optimizers if compiled and not ranks.several and can_stack(each)]
-    made = partial(OptimizerPlace, optimizers, scaler, stacked=stacked)
+    # A loop of torch's keeps the numbers of such optimizers on the host, where bias corrections may have other bits.
+    in_tensors = [each for each in optimizers if not as_torch and makes_rate_tensors(each)]
+    made = partial(OptimizerPlace, optimizers, scaler, stacked=stacked, in_tensors=in_tensors)
     if options.on_failure != "parts" or options.graph == "off" or ranks.several:
         follower = None
     problems = {
@@ -263,8 +274,9 @@ def can_read_rates(optimizers: Sequence[Optimizer], place: OptimizerPlace, block
     do that can: others may keep them behind the graphs for a while, and the bits must be those of later calls.
     """
     if len(optimizers) == 1:
-        return [not (blocker or place.behind)]
-    return [optimizer in place.stacked or not why_not_capturable(optimizer) for optimizer in optimizers]
+        return [not (blocker or place.behind) or optimizers[0] in place.in_tensors]
+    known = (*place.stacked, *place.in_tensors)
+    return [optimizer in known or not why_not_capturable(optimizer) for optimizer in optimizers]
 
 
 _FEW = 3  # changes of numbers other than rates

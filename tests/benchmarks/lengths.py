@@ -71,11 +71,11 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor, *, mask: Tensor | None = Non
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def texts(vocabulary: int) -> list[Tensor]:
+def texts(vocabulary: int, files: str = "*.py") -> list[Tensor]:
     """Return the texts of `SHORTEST` tokens at least, cut behind `LONGEST`, in an order that is always the same."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(path for path in folder.glob(files) if "site-packages" not in path.parts):
         pieces = re.split(r"\n\s*\n\s*\n", file.read_text(encoding="utf-8", errors="replace"))
         found += [re.findall(r"\w+|[^\w\s]", piece)[:LONGEST] for piece in pieces]
     found = [words for words in found if len(words) >= SHORTEST]

@@ -2,15 +2,18 @@
 
     python tests/benchmarks/optimizer_states.py                        on a GPU: 300M parameters in 148 tensors, < 60 s
     python tests/benchmarks/optimizer_states.py --compile --forms "stochastic rounding"    the same by Inductor, too
+    python tests/benchmarks/optimizer_states.py --forms "torchao, 8-bit states"            a minute or more each
     python tests/benchmarks/optimizer_states.py --device cpu --tiny    does it run, and are the bits those of eager
 
 An update is one graph in which AdamW steps all parameters. "foreach" is the update without `compile=`, "Inductor" that
 of `compile="default"`. Both are measured beside torch's fused AdamW on float32. The bytes are those of weights,
-gradients and state, as `ampkit.debug.forecast` says and as the allocator has them.
+gradients and state, as `ampkit.debug.forecast` says and as the allocator has them. torchao compiles the updates of its
+optimizers itself, for each shape twice; on a CPU, TORCHDYNAMO_DISABLE=1 prevents that.
 """
 
 import argparse
 import gc
+import importlib
 import json
 import statistics
 import time
@@ -27,6 +30,7 @@ from ampkit._optimizer.update.compiled_update import CompiledUpdate
 from ampkit._optimizer.update.state_form import StateForm, set_state_form
 from ampkit._step.compile.compiled import INDUCTOR_OPTIONS
 from ampkit._torch.compile import Compiler
+from ampkit._torch.tensors.tensors import inner_tensors
 
 
 class Form(NamedTuple):
@@ -35,6 +39,7 @@ class Form(NamedTuple):
     params: str
     rounding: str | None = None
     moments: str | None = None
+    torchao: str = ""  # the class of torchao.optim, whose update is compiled anyway
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +51,18 @@ class Form(NamedTuple):
 
     @property
     def state(self) -> StateForm | None:
-        return None if self == FORMS["float32"] else StateForm(self.moments is not None, self.rounding)
+        has_none = self.torchao or self == FORMS["float32"]
+        return None if has_none else StateForm(self.moments is not None, self.rounding)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW of this form."""
+        options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        if not self.torchao:
+            return torch.optim.AdamW(model.parameters(), fused=True, **options)
+        made: torch.optim.Optimizer = getattr(importlib.import_module("torchao.optim"), self.torchao)(
+            model.parameters(), bf16_stochastic_round=self.params == "bfloat16", **options
+        )
+        return made
 
 
 FORMS = {
@@ -54,6 +70,11 @@ FORMS = {
     "moments in bfloat16": Form("float32", moments="bfloat16"),
     "stochastic rounding": Form("bfloat16", "stochastic", "bfloat16"),
     "kahan": Form("bfloat16", "kahan", "bfloat16"),
+    "torchao, stochastic rounding": Form("bfloat16", torchao="_AdamW"),
+    "torchao, 8-bit states": Form("float32", torchao="AdamW8bit"),
+    "torchao, 8-bit states, stochastic rounding": Form("bfloat16", torchao="AdamW8bit"),
+    "torchao, 4-bit states": Form("float32", torchao="AdamW4bit"),
+    "torchao, float8 states": Form("float32", torchao="AdamWFp8"),
 }
 
 
@@ -73,24 +94,30 @@ class Weights(nn.Module):
         return torch.stack([(weight * (x + weight)).sum(dtype=torch.float32) for weight in self.weights]).sum()
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x)
     return loss
 
 
-def prepared(form: Form, args: argparse.Namespace) -> tuple[Weights, torch.optim.AdamW]:
+def prepared(form: Form, args: argparse.Namespace) -> tuple[Weights, torch.optim.Optimizer]:
     """Return parameters with gradients, and an optimizer that has made its state."""
     model = Weights(args.blocks, args.width, args.tokens, args.device, form.dtype)
-    optimizer = adamw(model)
+    optimizer = form.optimizer(model)
     set_state_form(optimizer, form.state)
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e-3)
     ampkit.GradScaler(args.device, enabled=False).step(optimizer)
     return model, optimizer
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that have the bits of the state."""
+
+    def plain(tensor: Tensor) -> list[Tensor]:
+        inner = inner_tensors(tensor)
+        return [each for part in inner.values() for each in plain(part)] if inner else [tensor]
+
+    return [each for kept in optimizer.state.values() for value in kept.values() for each in plain(value)]
 
 
 def measured_bytes(form: Form, args: argparse.Namespace) -> float:
@@ -103,9 +130,8 @@ def measured_bytes(form: Form, args: argparse.Namespace) -> float:
     if on_cuda:
         held = torch.cuda.memory_allocated() - before
     else:
-        state = [value for kept in optimizer.state.values() for value in kept.values()]
         held = sum(t.nbytes for p in model.parameters() for t in (p, p.grad) if t is not None)
-        held += sum(value.nbytes for value in state)
+        held += sum(tensor.nbytes for tensor in state_of(optimizer))
     return held / sum(param.numel() for param in model.parameters())
 
 
@@ -115,7 +141,7 @@ def forecast_bytes(form: Form, args: argparse.Namespace) -> float:
         model = Weights(args.blocks, args.width, args.tokens, "meta", form.dtype)
     x = torch.zeros((), dtype=form.dtype)
     options: dict[str, Any] = {"policy": form.policy, "moments": form.moments, "device": args.device, "steps": 1}
-    profile = ampkit.debug.forecast(loss_fn, model, adamw(model), (x,), **options)
+    profile = ampkit.debug.forecast(loss_fn, model, form.optimizer(model), (x,), **options)
     held = sum(profile.series[category][-1] for category in ("parameter", "gradient", "optimizer state"))
     return held / sum(param.numel() for param in model.parameters())
 
@@ -177,7 +203,7 @@ def same_bits(form: Form, args: argparse.Namespace, compile: str | None) -> bool
     for graph in ("off", "auto" if args.device == "cuda" else "emulate"):
         torch.manual_seed(0)
         model = Weights(1, 32, 100, args.device, form.dtype)
-        optimizer = adamw(model)
+        optimizer = form.optimizer(model)
         step = ampkit.graphed_step(
             loss_fn,
             model,
@@ -187,14 +213,14 @@ def same_bits(form: Form, args: argparse.Namespace, compile: str | None) -> bool
             max_norm=1.0,
             compile=compile,
             graph=graph,
-            on_failure="raise",
+            on_failure="parts" if form.torchao else "raise",  # steps of torchao's are watched before they are captured
         )
         for i in range(10):
             step(torch.tensor(i / 10, dtype=form.dtype, device=args.device))
-        tensors = [*model.parameters(), *(value for kept in optimizer.state.values() for value in kept.values())]
+        tensors = [*model.parameters(), *state_of(optimizer)]
         random = torch.cuda.get_rng_state() if args.device == "cuda" else torch.get_rng_state()
         after.append([*(tensor.detach().clone() for tensor in tensors), random])
-        assert graph == "off" or step.replays > 0
+        assert graph == "off" or step.report().outcome == "whole"
         step.close()
     return all(map(torch.equal, *after))
 
@@ -205,7 +231,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="fewer parameters")
     parser.add_argument("--compile", action="store_true", help="measure compiled updates, too, which takes minutes")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=[*FORMS])
+    own = [name for name, form in FORMS.items() if not form.torchao]
+    parser.add_argument("--forms", nargs="+", default=own, choices=FORMS, metavar="FORM", help=", ".join(FORMS))
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     args = parser.parse_args()
     args.blocks, args.width, args.tokens = (1, 16, 50) if args.tiny else (12, 1280, 50304)
@@ -220,7 +247,7 @@ def main() -> None:
         row: dict[str, Any] = {"form": name}
         row["forecast B/param"] = round(forecast_bytes(form, args), 3)
         row["measured B/param"] = round(measured_bytes(form, args), 3)
-        for kind, compile in kinds.items():
+        for kind, compile in list(kinds.items())[: 1 if form.torchao else None]:
             row[f"{kind} ms"] = round(update_ms(form, args, compiled=compile is not None), 3)
             row[f"{kind} / fused"] = round(row[f"{kind} ms"] / fused, 2)
             row[f"{kind} bits"] = "same" if same_bits(form, args, compile) else "DIFFER"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..._torch.tensors.modules import module_tables
-from ..._torch.tensors.tensors import is_tensor
+from ..._torch.tensors.tensors import inner_tensors, is_tensor
 
 
 class Cell(NamedTuple):
@@ -24,11 +24,12 @@ class Bound(dict[str, Tensor]):
 
     Attributes:
         others: attributes of the modules that were not tensors, by path. A step may have put a tensor in their place.
+            And tensors whose bits are in other tensors, which are in the table.
     """
 
     def __init__(self, tensors: dict[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(tensors)
-        self.others: dict[str, Any] = {}
+        self.others: dict[str, Any] = {path: tensor for path, tensor in tensors.items() if inner_tensors(tensor)}
+        super().__init__({path: tensor for path, tensor in tensors.items() if path not in self.others})
         for prefix, module in _named(modules):
             plain = ((key, value) for key, value in vars(module).items() if not is_tensor(value))
             self.others.update((f"{prefix}.{key}", value) for key, value in plain)
@@ -57,9 +58,17 @@ def cells(
             owner = owners.get(param, f"state[{j}]")  # if the parameter belongs to no module
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    yield Cell(f"optimizer[{i}].{owner}.{key}", state, key)
+                    yield from _with_inner(Cell(f"optimizer[{i}].{owner}.{key}", state, key))
     for name in own:
         yield Cell(name, own, name)
+
+
+def _with_inner(cell: Cell) -> Iterator[Cell]:
+    """Yield a cell, and those of the tensors in its tensor."""
+    yield cell
+    value = cell.table[cell.key]
+    for name in inner_tensors(value):
+        yield from _with_inner(Cell(f"{cell.path}.{name}", vars(value), name))
 
 
 def why_not_scripted(modules: Mapping[str, nn.Module]) -> str:

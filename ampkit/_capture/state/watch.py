@@ -27,7 +27,7 @@ from ..._torch.tensors.modes import (
 )
 from ..._torch.tensors.modules import hooks_made, is_of_torch, tables_with_hooks
 from ..._torch.tensors.settings import ENUM_READERS, PLAIN_READERS
-from ..._torch.tensors.tensors import layout_check, local_shard
+from ..._torch.tensors.tensors import inner_tensors, layout_check, local_shard
 from ..host.constants import getter, place_of, tells_its_size
 from ..host.host_tensors import HostTensors
 from ..host.left_tensors import LeftTensors
@@ -98,6 +98,7 @@ class Look:
         lists = [value for group in groups for value in group.values() if type(value) is list]
         # What the optimizers keep of each parameter, which someone may replace to begin anew.
         self.kept = [table for each in self.optimizers for table in each.state.values() if type(table) is dict]
+        self.kept += [value.__dict__ for table in self.kept for value in table.values() if inner_tensors(value)]
         self._tables: tuple[Any, ...] = (
             *walk.tables,
             *[part for optimizer in self.optimizers for part in (optimizer.state, optimizer.param_groups)],

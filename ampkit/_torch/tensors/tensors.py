@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 from ..guard import private
 from .fake_tensors import is_fake
@@ -124,6 +124,20 @@ def is_wrapper(tensor: Tensor) -> bool:
     handler = private(type(tensor), "__torch_dispatch__")
     return handler is not private(torch.Tensor, "__torch_dispatch__")
 
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return by attribute the tensors that hold the bits of a tensor of a subclass, such as codes and scales.
+
+    It is {} if the tensor has its bits itself, is a DTensor, or does not say where they are. Aliasing: the live ones.
+    """
+    if type(tensor) in _PLAIN or not _is_traceable_wrapper(tensor) or isinstance(tensor, sharded_class()):
+        return {}
+    flatten: Any = private(tensor, "__tensor_flatten__")
+    found: dict[str, Any] = {name: vars(tensor).get(name) for name in flatten()[0]}
+    return found if all(isinstance(inner, Tensor) for inner in found.values()) else {}
+
+
+_is_traceable_wrapper: Callable[[object], bool] = private(_python_dispatch, "is_traceable_wrapper_subclass")
 
 # The keys of the kernels that have autograd and version counters follow a view.
 _UNTRACKED = functools.reduce(

@@ -21,7 +21,7 @@ from ..._torch.tensors.fast_paths import autocast_of_parts, note_autocast_of_fas
 from ..._torch.tensors.modes import TorchDispatchMode
 from ..._torch.tensors.modules import module_tables
 from ..._torch.tensors.operators import METADATA_OPS, TO_COPY
-from ..._torch.tensors.tensors import local_shard, storage_of
+from ..._torch.tensors.tensors import inner_tensors, local_shard, storage_of
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import UserLineFinder
@@ -296,7 +296,9 @@ class MemoryTracker(TorchDispatchMode):
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 name = self._module_of_param.get(id(param), "")
                 self._categorize_parameter(param, name)
-                for tensor in tensors_in(dict(optimizer.state.get(param, {}))):
+                kept = tensors_in(dict(optimizer.state.get(param, {})))
+                for tensor in kept:  # grows below
+                    kept += inner_tensors(tensor).values()
                     self._categorize(tensor, "optimizer state", name)
 
     def _categorize_parameter(self, param: Tensor, module: str) -> None:
@@ -327,7 +329,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _storage_key(self, tensor: Tensor) -> int:
         """Return a number that identifies a tensor's storage while it is alive; 0 for none or on another device."""
-        if tensor.device != self._device:
+        if tensor.device != self._device or inner_tensors(tensor):  # these have the memory
             return 0
         storage = storage_of(tensor)
         # The weak reference that `_track` takes makes a storage keep its Python object, and so this id.

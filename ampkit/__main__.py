@@ -14,8 +14,9 @@ import torch
 from . import __version__
 from ._commands.bench.arguments import add_bench
 from ._commands.bench.report import is_out_of_memory
-from ._commands.doctor.doctor import RETURNED as DOCTOR_RETURNED
-from ._commands.doctor.doctor import RETURNED_LIGHTNING, diagnose
+from ._commands.doctor.doctor import diagnose
+from ._commands.doctor.subjects import RETURNED as DOCTOR_RETURNED
+from ._commands.doctor.subjects import RETURNED_LIGHTNING
 from ._commands.environment import Environment
 from ._commands.output import (
     DONE,

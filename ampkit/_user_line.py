@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -52,9 +52,14 @@ def enters_for_its_caller(file: str) -> None:
 
 
 def user_line(error: BaseException) -> str:
-    """Return `file:line: source` of the user's innermost line in the traceback of an error, "" if there is none."""
-    frames = _users_frames(error)
-    return line_text(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ""
+    """Return `file:line: source` of the user's innermost line in the traceback of an error, "" if there is none.
+
+    Behind one of an installed package comes the line of the user's own that led to it.
+    """
+    frames = _users_frames(error)[::-1]
+    lines = [line_text(frame.f_code.co_filename, number) for frame, number in frames]
+    own = next((line for (frame, _), line in zip(frames, lines, strict=True) if is_in_users_file(frame)), "")
+    return _line_and_caller(lines[0], own if own != lines[0] else "") if lines else ""
 
 
 def users_traceback(error: BaseException) -> str:
@@ -102,9 +107,23 @@ def is_ampkits(frame: FrameType) -> bool:
 
 
 def running_line(frame: FrameType | None) -> str:
-    """Return `file:line: source` of the user's innermost line on a stack, "" if there is none."""
-    place = running_place(frame)
-    return line_text(*place) if place else ""
+    """Return `file:line: source` of the user's innermost line on a stack, "" if there is none.
+
+    Behind one of an installed package comes the line of the user's own that led to it.
+    """
+    users = [outer for outer in _frames(frame) if _is_users_frame(outer)]
+    return _line_and_caller(*_of_frames(users)) if users else ""
+
+
+def _of_frames(users: Sequence[FrameType]) -> tuple[str, str]:
+    """Return the line of the first of these frames, and that of the first in a file of the user's own, "" if equal."""
+    own = next(filter(is_in_users_file, users), users[0])
+    lines = [line_text(frame.f_code.co_filename, frame.f_lineno) for frame in (users[0], own)]
+    return lines[0], "" if own is users[0] else lines[1]
+
+
+def _line_and_caller(line: str, caller: str) -> str:
+    return f"{line}, called from {caller}" if caller else line
 
 
 def users_level() -> int:
@@ -163,7 +182,7 @@ class SourceLocation(NamedTuple):
 
 
 class _UsersStack(list[str]):
-    """What `note_lines_alone` stores: no entry, or one."""
+    """What `note_lines_alone` stores: no entry, one or two, the innermost last."""
 
 
 class UserLineFinder:
@@ -199,15 +218,15 @@ class UserLineFinder:
             if _is_users_frame(frame):
                 if self._skip_torch and inside.startswith(_OPTIMIZERS):
                     return None
-                own = next(filter(is_in_users_file, within[i:]), frame)
-                caller = "" if own is frame else line_text(own.f_code.co_filename, own.f_lineno)
-                return SourceLocation(line_text(frame.f_code.co_filename, frame.f_lineno), inside, caller=caller)
+                line, caller = _of_frames([frame, *filter(_is_users_frame, within[i + 1 :])])
+                if node is not None and not is_in_users_file(frame):  # in a backward that a package defines
+                    caller = innermost_users_line(self._made_in(node), is_users_file) or caller
+                return SourceLocation(line, inside, caller=caller)
             if node is not None and frame.f_code is ENGINE_CODE:
-                # Without anomaly mode, which stores the stack, there is no line of the forward.
-                stack = node.metadata.get("traceback_", [])
-                made = map(_STACK_ENTRY.match, stack if isinstance(stack, _UsersStack) else stack[self._callers :])
-                if line := innermost_users_line([(match[1], int(match[2])) for match in made if match]):
-                    return SourceLocation(line, backward=True)
+                made = self._made_in(node)
+                if line := innermost_users_line(made):
+                    own = innermost_users_line(made, is_users_file)
+                    return SourceLocation(line, backward=True, caller="" if own == line else own)
             if inside:
                 continue
             filename = frame.f_code.co_filename
@@ -218,8 +237,16 @@ class UserLineFinder:
                 inside = f"{os.path.relpath(filename, Path(folder).parent)}:{frame.f_lineno}"
         return None if self._skip_torch else SourceLocation(inside=inside)
 
+    def _made_in(self, node: Any) -> list[tuple[str, int]]:
+        """Return the lines of the forward that made an autograd node; [] without anomaly mode, which stores them."""
+        stack = node.metadata.get("traceback_", [])
+        made = map(_STACK_ENTRY.match, stack if isinstance(stack, _UsersStack) else stack[self._callers :])
+        return [(match[1], int(match[2])) for match in made if match]
+
     def note_lines_alone(self, undo: Undo) -> None:
         """Have anomaly mode store the user's innermost line, in place of a stack that takes longer than an operation.
+
+        In front of one of an installed package it stores the line of the user's own that led to it.
 
         It calls `format_stack` by its name (csrc/autograd/python_anomaly_mode.cpp).
         """
@@ -229,16 +256,15 @@ class UserLineFinder:
         def users_stack() -> list[str]:
             if module.should_preserve_node_meta:  # torch.compile is at work, and takes stacks from nodes of its own
                 return list(original())
-            users, depth, at = None, 0, 0
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None:
-                if users is None and _is_users(frame.f_code.co_filename):
-                    users, at = frame, depth
-                frame, depth = frame.f_back, depth + 1
-            if users is None or at >= depth - self._callers:
+            frames = list(_frames(sys._getframe(1)))
+            within = frames[: max(len(frames) - self._callers, 0)]
+            users = next((frame for frame in within if _is_users(frame.f_code.co_filename)), None)
+            if users is None:
                 return _UsersStack()
+            own = next((frame for frame in within if is_users_file(frame.f_code.co_filename)), users)
             return _UsersStack(
-                [f'  File "{users.f_code.co_filename}", line {users.f_lineno}, in {users.f_code.co_name}']
+                f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+                for frame in dict.fromkeys((own, users))
             )
 
         replace(undo, module, "format_stack", users_stack)
@@ -249,9 +275,12 @@ class UserLineFinder:
         return "" if place is None else place.line
 
 
-def innermost_users_line(places: Sequence[tuple[str, int]]) -> str:
-    """Return `file:line: source` of the last of these lines that is the user's, "" if none is."""
-    return next((line_text(*place) for place in reversed(places) if _is_users(place[0])), "")
+def innermost_users_line(places: Sequence[tuple[str, int]], is_users: Callable[[str], bool] | None = None) -> str:
+    """Return `file:line: source` of the last of these lines that is the user's, "" if none is.
+
+    `is_users` tells by the file, `is_users_file` if lines of installed packages do not count.
+    """
+    return next((line_text(*place) for place in reversed(places) if (is_users or _is_users)(place[0])), "")
 
 
 def real_frame() -> FrameType:

@@ -14,7 +14,7 @@ from .._errors import AmpkitError
 from .._text import ProgressBar
 from ..debug._kernels.name_kernels import name_kernels
 from ..debug._kernels.named_trace import NamedTrace
-from .doctor.doctor import RETURNED, RETURNED_LIGHTNING, load_subject
+from .doctor.subjects import RETURNED, RETURNED_LIGHTNING, load_subject
 from .doctor.trial import Subject, Trial
 from .output import DONE, FOUND, POLICY, Output, exit_codes, json_file, output_file, policy
 from .users_function import CALL, users_function
@@ -66,7 +66,7 @@ def _run_trace(args: argparse.Namespace, output: Output) -> int:
     subject = load_subject(args.call, lambda: users_function(args.call, returned), args.policy, args.lightning)
     named = traced(subject, args.replays)
     named.save(args.output)
-    emulated = next(subject.model.parameters()).device.type != "cuda"
+    emulated = (subject.device or next(subject.model.parameters()).device).type != "cuda"
     said = ["emulated: operations of the CPU stand in for kernels, and their times say nothing of a GPU"] * emulated
     text = "\n".join([named.text(args.depth), *said, f"written to {args.output}"])
     output.show(text, json.dumps(named.to_dict(), indent=1))

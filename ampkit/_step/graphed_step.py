@@ -130,7 +130,8 @@ def graphed_step(
             `param.grad`, take one away (`param.grad = None`), and change tensors in place, which a skipped step puts
             back. With `accumulate` it sees the gradients of the whole window.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
-            of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them.
+            of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them. A step that the
+            loss scale skips calls it, too; it may ask `scaler.found_inf` and do nothing then.
         after_every: call `after_step` behind one of so many optimizer steps that this object does, skipped ones
             counted. Steps with and without it have graphs of their own; `scan` and `window` make their calls one by
             one then.

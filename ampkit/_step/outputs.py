@@ -1,14 +1,19 @@
 """What captured functions may get and return: trees of tensors, as a replay computes nothing else anew; and a loss."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._arguments import shown
+from .._errors import AmpkitWarning
 from .._text import type_text
+from .._torch.autograd.autograd import last_divisor
+from .._torch.tensors.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors.tree import tree_flatten, tree_unflatten
+from .._user_line import users_level
 
 
 def check_outputs(outputs: Any, who: str, place: str, state: str) -> None:
@@ -45,6 +50,19 @@ def check_loss(loss: object) -> None:
         raise ValueError(
             "graphed_step: loss_fn returned a loss without grad: it depends on no parameter that requires grad, or was "
             "made under torch.no_grad() or from .detach(). Compute it from model(...) with gradients on."
+        )
+
+
+def hint_at_division(loss: Tensor, accumulate: int) -> None:
+    """Warn if a loss seems to be divided for accumulation already, which the step does itself."""
+    with without_dispatch_modes(), without_torch_function():
+        divisor = last_divisor(loss)
+    if divisor == accumulate:
+        warnings.warn(
+            f"graphed_step(accumulate={accumulate}): loss_fn divides its loss by {accumulate}, and the step divides "
+            "each loss by accumulate itself. Return the loss undivided, unless this number counts something else.",
+            AmpkitWarning,
+            stacklevel=users_level(),
         )
 
 

@@ -85,8 +85,9 @@ class GraphedStep(GraphOwner):
                 requires grad; a tensor shares memory with another one, or with the state, and the step changes one of
                 the two in place; a constant is not hashable.
             ValueError: the loss is not a floating tensor of shape () that requires grad, or aux has a leaf that is
-                neither a tensor nor None. No optimizer step was done. Or the model has lazy modules that were never
-                called; nothing was done.
+                neither a tensor nor None, or an optimizer has got a parameter that is not the model's and has a
+                gradient. No optimizer step was done. Or the model has lazy modules that were never called; nothing was
+                done.
             CaptureError: with `on_failure="raise"`, the step cannot be captured, and was not done; or `verify` found a
                 difference, and the step was done eagerly.
             NonfiniteError: with `nonfinite="stop"`, a gradient of an earlier step was not finite. Nothing was done.

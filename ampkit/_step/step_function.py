@@ -15,6 +15,7 @@ from .._optimizer.scaler import GradScaler
 from .._torch.autograd.backward_thread import run_backwards_here
 from .._torch.optimizers import noting_steps
 from .._torch.ranks.sharding import ShardedModules
+from .._torch.tensors.modes import without_torch_function
 from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .outputs import check_outputs, mapped_outputs
@@ -78,7 +79,7 @@ class StepFunction:
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> FunctionOutput:
         self._shards.gather()
         params = self._parameters()
-        gradients = [param.grad for param in params]
+        gradients = get_gradients(params)
         stepped: list[torch.optim.Optimizer] = []
         with self.state.carrying(), Undo() as undo, ExitStack() as stack:
             # Gradients and casts that were captured live in the graph's pool and must not be seen outside.
@@ -117,8 +118,7 @@ class StepFunction:
         """
         left: list[Tensor | None] = []
         copies: dict[Tensor, Tensor] = {}
-        for param, before in zip(params, found, strict=True):
-            made = param.grad
+        for param, made, before in zip(params, get_gradients(params), found, strict=True):
             if made is not None and made is not before and self._keeps:
                 if made.layout is not torch.strided:
                     made = before
@@ -136,7 +136,14 @@ class StepFunction:
         return left
 
 
+def get_gradients(params: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradient of each parameter, unseen by what watches how the user's function uses gradients."""
+    with without_torch_function():
+        return [param.grad for param in params]
+
+
 def set_gradients(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    """Give each parameter its gradient, or none."""
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
+    """Give each parameter its gradient, or none, unseen as well."""
+    with without_torch_function():
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad

@@ -28,7 +28,7 @@ from .._torch.tensors.tensors import foreach_copy_, local_shard
 from .._undo import Undo
 from .observer import Observer
 from .optimizer_place import OptimizerPlace
-from .outputs import check_loss, check_outputs, mapped_outputs, misfit
+from .outputs import check_loss, check_outputs, hint_at_division, mapped_outputs, misfit
 from .working_weights import WorkingWeights
 
 
@@ -154,6 +154,7 @@ class TrainingStep:
         self._max_norm, self._max_value, self._accumulate = max_norm, max_value, accumulate
         self._before_step, self._after_step = before_step, after_step
         self.after_every: int = after_every  # optimizer steps
+        self._looks_for_division = accumulate > 1
         self._around, self._apart = around, apart
         self._walk: Walk | None = None  # made in the first call
         self._numbered: dict[int, nn.Parameter] = {}
@@ -308,6 +309,7 @@ class TrainingStep:
                     stack.enter_context(wrapper.no_sync())
                 with weights, observed, self._around():
                     loss, aux = self._forward_and_backward(args, kwargs)
+            self._check_parameters(params.values())
             prepared = None
             alone = len(self._optimizers) == 1
             if phase.last and self.place.behind and not steps and alone and can_be_prepared(self._optimizer):
@@ -361,8 +363,22 @@ class TrainingStep:
                 self.gradients.pop(_name(gone), None)
         return self._numbered
 
+    def _check_parameters(self, known: Iterable[nn.Parameter]) -> None:
+        """Raise a `ValueError` if an optimizer was given a parameter later that is not the model's, and is trained."""
+        ours = set(map(id, known))
+        for param in (param for optimizer in self._optimizers for param in parameters(optimizer)):
+            if id(param) not in ours and param.grad is not None:
+                raise ValueError(
+                    f"graphed_step(optimizer): since the step was made it has got a parameter of shape "
+                    f"{tuple(param.shape)} that is not the model's, and that has a gradient, which the step would not "
+                    "set to None. Put it into the model, as an nn.Parameter. No optimizer step was done."
+                )
+
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)
+        if self._looks_for_division:
+            self._looks_for_division = False
+            hint_at_division(loss, self._accumulate)
         scaled = self.scaler.scale(loss / self._accumulate if self._accumulate > 1 else loss)
         self._working.begin(scaled).backward()
         return loss, aux

@@ -16,7 +16,7 @@ from .._arguments import check_at_least, check_callable, check_flag, wrong
 from .._errors import AmpkitError, AmpkitWarning
 from .._torch.autograd.autograd import current_node
 from .._torch.device.gpu_trace import GPU_TRACE_KINDS, activate_gpu_trace, deactivate_gpu_trace, gpu_trace_registries
-from .._user_line import running_line, users_level
+from .._user_line import line_text, running_place, users_level
 
 KINDS = tuple(GPU_TRACE_KINDS)
 _SHOWN = 5  # lines of each kind in the printed table: with ten kinds it still fits on a screen
@@ -182,7 +182,10 @@ class Trace:
             return
         try:
             line = ""
-            if self._finds_lines and not (line := running_line(frame)) and (node := current_node()) is not None:
+            place = running_place(frame) if self._finds_lines else None
+            if place is not None:
+                line = line_text(*place)
+            elif self._finds_lines and (node := current_node()) is not None:
                 line = f"backward of {node.name()}"
             named = dict(zip(GPU_TRACE_KINDS[kind], handles, strict=True))
             event = TraceEvent(kind, line, time.perf_counter(), threading.get_ident(), **named)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
-from ampkit._capture.compare.verify import Verifier
+from ampkit._capture.compare.verify import Comparisons, Verdict, Verifier
 from ampkit._capture.ranks.ranks import Ranks
 from ampkit._capture.state.state import TrainingState
 
@@ -395,6 +395,13 @@ def test_verify_passes_and_changes_nothing(engine: Engine, policy: str) -> None:
             out = step(*batch)
             history.append((out._asdict(), training_state(model, optimizer, step.scaler)))
         assert step.replays == (10 if graph != "off" else 0)
+        said = step.report().verified
+        if not verify:
+            assert said is None
+        else:
+            assert said is not None
+            assert re.fullmatch(r"3 replays compared with .* \(up to \d\d tensors each: .*\); bit for bit equal", said)
+            assert f"  verify: {said}" in str(step.report())
         return history
 
     with deterministic():
@@ -444,6 +451,7 @@ def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str)
             )
             for _ in range(3):
                 step(x)
+            assert step.report().verified == "no replay was compared so far"
             if on_failure == "raise":
                 with pytest.raises(ampkit.CaptureError, match=says):
                     step(x)
@@ -453,6 +461,9 @@ def test_verify_finds_what_a_replay_misses(engine: Engine, kind: str, says: str)
                 step(x)
                 assert (step.replays, step.report().graphs) == (1, 0)
                 assert any(reason.startswith("verify: ") for reason in step.report().eager)
+            assert re.search(
+                f"1 replay compared with .*; the last one differed: .*{says}", step.report().verified or ""
+            )
     if kind == "undeclared":
         torch.testing.assert_close(model.holder[0].cpu(), torch.tensor(1.875))  # four steps, not five
 
@@ -654,6 +665,12 @@ def test_verify_looks_for_the_host_tensor_by_tensor() -> None:
     assert verdict.problem.startswith("model.counted is not what eager computes")
     assert verdict.noise.startswith("replays differ from each other by up to")
     assert "(model.noisy)" in verdict.noise
+    compared = Comparisons()
+    compared.note(verdict._replace(problem=""))
+    compared.note(Verdict(None, tensors=2))
+    compared.note(Verdict(None, skipped="there is no memory"))
+    assert str(compared).startswith("2 replays compared with eager calls from the same state (up to 2 tensors each: ")
+    assert "; equal, 1 of them within what replays differ from each other by; 1 not compared" in str(compared)
 
 
 def test_verify_allows_no_difference_under_deterministic_algorithms() -> None:

@@ -1,6 +1,8 @@
 """Lines of libraries that cannot be captured: the user's own line beside them, and the option that avoids them."""
 
+import collections
 import importlib.util
+import re
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._user_line import user_line
 
 Engine = tuple[str, str]
 
@@ -100,11 +103,35 @@ def test_grouped_products_are_captured_in_bfloat16(engine: Engine) -> None:
     assert step.report().outcome == "whole"
 
 
+SOMEBODYS = """def scaled(x):
+    return x * x.detach().abs().max().item()
+
+import torch
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 + float(grad.sum()))
+
+doubled = Doubled.apply
+
+def advance(scheduler):
+    scheduler.step()
+
+def fails(x):
+    raise ValueError("somebody's")
+"""
+
+
 def package(folder: Path, path: str) -> ModuleType:
     """Return a module of an installed package that waits for the device."""
     file = folder / "site-packages" / path
     file.parent.mkdir(parents=True)
-    file.write_text("def scaled(x):\n    return x * x.detach().abs().max().item()\n")
+    file.write_text(SOMEBODYS)
     spec = importlib.util.spec_from_file_location("somebodys", file)
     assert spec is not None
     assert spec.loader is not None
@@ -132,6 +159,49 @@ def test_the_users_own_line_stands_beside_the_packages(tmp_path: Path, path: str
     match = rf"({line}):2: `return x \* .*`, called from .*test_remedies\.py:\d+: `return scaled\(.*` - waits.*{words}"
     with pytest.warns(ampkit.CaptureWarning, match=match):
         trained(("cpu", "emulate"), nn.Linear(8, 8), loss_fn)
+
+
+@pytest.mark.parametrize("api", ["step", "function"])
+def test_it_stands_beside_a_backward_of_the_packages(tmp_path: Path, api: str) -> None:
+    """It is the line of the forward, also where the user's function calls the backward itself."""
+    doubled, model = package(tmp_path, "somebodys.py").doubled, nn.Linear(8, 8)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return doubled(model(x)).mean()  # type: ignore[no-any-return]
+
+    def train() -> None:
+        if api == "step":
+            trained(("cpu", "emulate"), model, loss_fn)
+            return
+        function = ampkit.graphed(modules=(model,), graph="emulate")(lambda x: loss_fn(model, x).backward())
+        for _ in range(9):
+            function(torch.ones(2, 8))
+
+    match = r"somebodys\.py:13: .*, called from .*test_remedies\.py:\d+: `return doubled\(.*` - waits"
+    with pytest.warns(ampkit.CaptureWarning, match=match):
+        train()
+
+
+def test_it_stands_beside_a_packages_line_elsewhere(tmp_path: Path) -> None:
+    """Where an error has come from, and in what is said of other things than waits: a scheduler that is stepped."""
+    somebodys, model = package(tmp_path, "somebodys.py"), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    @ampkit.graphed(modules=(model,), optimizers=(optimizer,), graph="emulate")
+    def function(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        somebodys.advance(scheduler)
+
+    match = r"somebodys\.py:18: `scheduler\.step\(\)`, called from .*test_remedies\.py:\d+: `somebodys\.advance"
+    with pytest.warns(ampkit.CaptureWarning, match=match):
+        collections.deque((function(torch.ones(2, 8)) for _ in range(9)), maxlen=0)
+    with pytest.raises(ValueError, match="somebody's") as raised:
+        somebodys.fails(torch.ones(()))
+    own = r", called from .*test_remedies\.py:\d+: `somebodys\.fails\(.*`"
+    assert re.fullmatch(rf".*somebodys\.py:21: `raise ValueError.*`{own}", user_line(raised.value))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there, only tensors on CUDA are checked")

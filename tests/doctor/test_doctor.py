@@ -694,6 +694,113 @@ def test_without_lightning(script, monkeypatch):
         script("def training(): ...", lightning=True)
 
 
+# ---------------------------------------------------------------------------------------------------- graphed functions
+
+
+GAN = """
+gen, disc = nn.Linear(8, 8), nn.Linear(8, 1)
+opt_g = torch.optim.Adam(gen.parameters(), lr=1e-3, fused=True)
+opt_d = torch.optim.Adam(disc.parameters(), lr=1e-3{fused})  {mark}
+
+def update(real):
+    fake = gen(real)
+    for optimizer in (opt_d, opt_g):
+        loss = disc(fake.detach()).mean() - disc(real).mean() if optimizer is opt_d else -disc(fake).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {line}
+    return loss.detach()
+
+def training():
+    return update, [torch.randn(8, 8) for _ in range(3)]{options}
+"""
+DECLARED = ", {'modules': (gen, disc), 'optimizers': (opt_g, opt_d)}"
+
+
+@pytest.mark.parametrize("options", ["", DECLARED])
+def test_a_function_for_graphed(script, options):
+    """Two optimizers, stepped by the function itself; they are found, or declared."""
+    fault = {"fused": "", "mark": "# fault: optimizer", "line": "loss.item()  # fault: blocking line"}
+    path, found = script(GAN.format(options=options, **fault))
+    assert named(found) == planted(path)
+    assert found.figures["outcome"] == "eager"
+    assert not any("aux" in fault.advice for fault in found.findings)
+    assert found.notes[-1].startswith("graphed captures nothing. Without ")
+    assert found.notes[-1].endswith("it captures the whole function.")
+    clean = {"fused": ", fused=True", "mark": "", "line": ""}
+    _, found = script(GAN.format(options=options, **clean))
+    assert not found.findings
+    assert found.notes[0] == "graphed captures the whole function."
+    assert failed(found.unchecked) == []
+    assert any("memory: it is forecast for one loss and one optimizer" in text for text in found.unchecked)
+
+
+def test_a_line_of_a_package(script, tmp_path):
+    """The line of the user's own that led to it stands below it."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "somebodys.py").write_text("def read(x):\n    return float(x)\n")
+    path, found = script(f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path / "site-packages")!r})
+        import somebodys
+        def loss(model, x, y):
+            found = loss_fn(model, x, y)
+            somebodys.read(found.detach())  # fault: blocking line
+            return found
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+    """)
+    (fault,) = found.findings
+    ((line, kind),) = planted(path)
+    assert (fault.kind, fault.caller) == (kind, line)
+    assert "somebodys.py:2" in fault.line
+    assert f"called from {line}" in str(found)
+
+
+def test_functions_of_other_kinds(script):
+    """One that changes nothing, batches of a generator, an optimizer that no graph can hold; what is refused."""
+    _, found = script("""
+        def training():
+            model = net()
+            return torch.no_grad()(lambda x: model(x)), (torch.randn(8, 8) for _ in range(3))
+    """)
+    assert not found.findings
+    path, found = script("""
+        def training():
+            model = net()
+            optimizer = torch.optim.Adafactor(model.parameters())  # fault: optimizer
+            def update(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+            return update, iter([torch.randn(8, 8) for _ in range(3)])
+    """)
+    assert [(fault.severity, fault.line) for fault in found.findings] == [("high", line) for line, _ in planted(path)]
+    assert found.figures["outcome"] == "eager"
+    with pytest.raises(DoctorError, match="Return the one that it was given"):
+        script("import ampkit\ndef training():\n    return ampkit.graphed(modules=())(net()), data()")
+    with pytest.raises(DoctorError, match="'lr', expected a dict of arguments of graphed: modules"):
+        script("def training():\n    return (lambda x, y: x), data(), {'lr': 1}")
+    with pytest.raises(DoctorError, match="Leave out --policy"):
+        script("def training():\n    return (lambda x, y: x), data()", policy=ampkit.Policy.parse("bfloat16"))
+
+
+def test_several_optimizers(script):
+    """Those of `graphed_step`, of which one is not fused."""
+    path, found = script("""
+        def training():
+            model = net()
+            first = torch.optim.AdamW(model[0].parameters(), fused=True)
+            second = torch.optim.AdamW(model[2].parameters())  # fault: optimizer
+            return loss_fn, model, [first, second], data()
+    """)
+    assert named(found) == planted(path)
+
+
 # -------------------------------------------------------------------------------------------------------- cannot be run
 
 

@@ -3,12 +3,14 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import DEVICES, assert_same, no_sync
+from harness import DEVICES, assert_same, bits, no_sync
+from tape import taped
 from torch import Tensor, nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -19,6 +21,8 @@ from torch.optim.swa_utils import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ampkit
+from ampkit._capture.engine.engine import _OTHER_ANSWER as OTHER_ANSWER
 from ampkit._optimizer.average import capturable, prepare_average, update_average
 
 
@@ -320,3 +324,60 @@ def test_what_cannot_be_called_is_refused(after_step: Any, says: str) -> None:
     """The message says what to pass."""
     with pytest.raises(ValueError, match=says):
         capturable(after_step)
+
+
+@pytest.mark.parametrize("way", ["if", "where", "torch's"])
+def test_an_average_that_leaves_out_skipped_steps(way: str) -> None:
+    """`after_step` asks `scaler.found_inf`, by a branch or by a `where`: captured with the bits of a loop that asks."""
+    loop, _ = averaged_steps(way, None)
+    for tape in (False, True):
+        with taped() if tape else nullcontext():
+            found, step = averaged_steps(way, "emulate")
+        assert_same(found, loop)
+        assert step is not None
+        asked_again = 0 if way == "where" else 3  # in the skipped steps
+        assert (step.replays, step.captures) == (16 - sum(step.report().eager.values()), 1)
+        assert step.report().eager.get(OTHER_ANSWER, 0) <= asked_again
+
+
+def averaged_steps(way: str, graph: str | None) -> tuple[list[Any], ampkit.GraphedStep | None]:
+    """Return weights and average behind each of 16 steps, three of which overflow: of a step, or of a loop of torch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    averaged.n_averaged.fill_(1)  # it begins with the model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+    scaler = ampkit.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+
+    def after_step(model: nn.Module) -> None:
+        assert scaler.found_inf is not None  # the scaler is enabled
+        if way == "where":
+            weight = torch.where(scaler.found_inf > 0, 0.0, 0.5)
+            for ours, theirs in zip(averaged.module.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, weight)
+        elif not scaler.found_inf:
+            if way == "if":
+                torch._foreach_lerp_([*averaged.module.parameters()], [*model.parameters()], 0.5)
+            else:
+                averaged.update_parameters(model)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    options: dict[str, Any] = {"scaler": scaler, "after_step": after_step, "graph": graph}
+    step = None if graph is None else ampkit.graphed_step(loss_fn, model, optimizer, **options)
+    found: list[Any] = []
+    for i in range(16):
+        x = torch.full((3, 4), float("inf") if i in (6, 9, 14) else 1 + i / 8.0)
+        if step is not None:
+            step(x)
+        else:
+            optimizer.zero_grad()
+            scaler.scale(loss_fn(model, x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if i not in (6, 9, 14):
+                with torch.no_grad():
+                    torch._foreach_lerp_([*averaged.module.parameters()], [*model.parameters()], 0.5)
+        found.append([bits(each.detach()) for each in (*model.parameters(), *averaged.module.parameters())])
+    return found, step

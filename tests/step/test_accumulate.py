@@ -282,3 +282,62 @@ def test_parameters_that_change_between_windows(graph: str, change: Change) -> N
         return trained(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), 0.1, 8, 4, change, graph)
 
     assert_same(run(graph), run(None))
+
+
+def _mean(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+DIVIDED_TWICE: dict[str, Callable[..., Any]] = {
+    "a mean": lambda model, x: _mean(model, x) / 4,
+    "in place, with aux": lambda model, x: (_mean(model, x).div_(4.0), x),
+    "a sum of means": lambda model, x: (_mean(model, x) + 0.5 * _mean(model, x)).div(4),
+    "a loss of torch's": lambda model, x: nn.functional.mse_loss(model(x), x) / 4,
+}
+DIVIDED_ONCE: dict[str, Callable[..., Any]] = {
+    "as it is": _mean,
+    "by another number": lambda model, x: _mean(model, x) / 3,
+    "by a tensor": lambda model, x: _mean(model, x) / (0 * x + 4).mean(0, keepdim=True).sum(),
+    "a sum over the 4 samples": lambda model, x: model(x).square().mean(1).sum() / len(x),
+    "sums of torch's": lambda model, x: (nn.functional.mse_loss(model(x), x, reduction="sum") + 1) / 4,
+    "divided in front": lambda model, x: (model(x) / 4).square().mean(),
+}
+
+
+def accumulated(loss_fn: Callable[..., Any], accumulate: int, graph: str | None) -> Tensor:
+    """Return a weight behind 24 calls of a step, or of the same loop."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+    step = None if graph is None else ampkit.graphed_step(loss_fn, model, optimizer, accumulate=accumulate, graph=graph)
+    for i in range(24):
+        x = torch.full((4, 4), i / 16.0)
+        if step is not None:
+            step(x)
+            continue
+        returned = loss_fn(model, x)
+        ((returned[0] if isinstance(returned, tuple) else returned) / accumulate).backward()
+        if i % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("graph", ["emulate", "off"])
+@pytest.mark.parametrize("kind", DIVIDED_TWICE)
+def test_a_loss_that_is_divided_twice(kind: str, graph: str) -> None:
+    """It is said once, and changes nothing. With `accumulate=1`, and where the two numbers differ, nothing is said."""
+    loss_fn = DIVIDED_TWICE[kind]
+    with pytest.warns(ampkit.AmpkitWarning, match=r"accumulate=4\): loss_fn divides its loss by 4") as said:
+        weight = accumulated(loss_fn, 4, graph)
+    assert len(said) == 1
+    assert_same(weight, accumulated(loss_fn, 4, None))
+    for accumulate in (1, 2):
+        assert_same(accumulated(loss_fn, accumulate, graph), accumulated(loss_fn, accumulate, None))
+
+
+@pytest.mark.parametrize("kind", DIVIDED_ONCE)
+def test_a_loss_that_is_not_divided_twice(kind: str) -> None:
+    """Nothing is said of another division: warnings are errors."""
+    loss_fn = DIVIDED_ONCE[kind]
+    assert_same(accumulated(loss_fn, 4, "emulate"), accumulated(loss_fn, 4, None))

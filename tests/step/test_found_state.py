@@ -128,6 +128,114 @@ def test_a_loose_parameter(way: str) -> None:
     assert graphed.replays == (0 if way == "off" else MANY - 4)
 
 
+def with_a_later_parameter(kind: Callable[[Tensor], Tensor]) -> Any:
+    """Return a function, a model, a tensor of no module that only its second param group has, and an optimizer."""
+    torch.manual_seed(0)
+    model, extra = nn.Linear(4, 4), kind(torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+
+    def update(x: Tensor, keeps: bool) -> Tensor:
+        loss = model(x).square().mean() - 1
+        if len(optimizer.param_groups) > 1:
+            loss = loss * extra.exp()
+        loss.backward()
+        optimizer.step()
+        if not keeps:
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return update, model, extra, optimizer
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("declares", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, lambda value: value.requires_grad_()])
+def test_a_parameter_of_no_module_that_comes_later(
+    kind: Callable[[Tensor], Tensor], declares: bool, keeps: bool
+) -> None:
+    """It is captured with it, and its gradient is that of the loop: one that is left, and one that the loop makes."""
+    results = []
+    for graph in (None, "emulate"):
+        function, model, extra, optimizer = with_a_later_parameter(kind)
+        if graph is not None:
+            declared: Any = {"modules": (model,), "optimizers": (optimizer,)} if declares else {}
+            function = ampkit.graphed(graph=graph, **declared)(function)
+        found: list[Any] = []
+        with taped(), pytest.warns(ampkit.CaptureWarning, match="a param group was added") if graph else nullcontext():
+            for i in range(20):
+                if i == 6:
+                    optimizer.add_param_group({"params": [extra]})
+                if i > 12 and i % 3 == 0:
+                    (extra * i).backward()
+                found.append(function(torch.full((3, 4), 1 + i / 8.0), keeps).clone())
+                found += [bits(extra.detach()), None if extra.grad is None else bits(extra.grad)]
+        results.append(found)
+        assert graph is None or function.replays >= 8
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_a_tensor_of_no_module_whose_gradient_the_function_uses(declares: bool) -> None:
+    """No optimizer holds it, so that nothing would notice a gradient that the loop gives it: eager, with its line."""
+    results = []
+    for graph in (None, "emulate"):
+        torch.manual_seed(0)
+        model, extra = nn.Linear(4, 4), torch.zeros((), requires_grad=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+
+        def update(
+            x: Tensor, model: nn.Module = model, extra: Tensor = extra, optimizer: torch.optim.Optimizer = optimizer
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x).square().mean() - 1) * extra.exp()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                extra.sub_(extra.grad * 0.125)  # type: ignore[operator]  # it has one
+            extra.grad = None
+            return loss.detach()
+
+        options: dict[str, Any] = {"modules": (model,), "optimizers": (optimizer,)} if declares else {}
+        function: Any = update if graph is None else ampkit.graphed(graph=graph, **options)(update)
+        found: list[Any] = []
+        says = "belongs to no declared module, and the function reads or clears its gradient"
+        with taped(), pytest.warns(ampkit.CaptureWarning, match=says) if graph else nullcontext():
+            for i in range(14):
+                if i > 8:
+                    (extra * i).backward()
+                found += [function(torch.full((3, 4), 1 + i / 8.0)).clone(), bits(extra.detach())]
+        results.append(found)
+        assert graph is None or function.replays == 0
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("graph", ["emulate", "off"])
+def test_a_step_whose_optimizer_gets_a_parameter_of_no_module(graph: str) -> None:
+    """`graphed_step` clears the gradients of its model alone, so it refuses that parameter as when it is made."""
+    _, model, extra, optimizer = with_a_later_parameter(nn.Parameter)
+    step = ampkit.graphed_step(
+        lambda model, x: model(x).square().mean() * (extra.exp() if len(optimizer.param_groups) > 1 else 1),
+        model,
+        optimizer,
+        graph=graph,
+    )
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    optimizer.add_param_group({"params": [extra]})
+    before = bits(model.weight)
+    with (
+        pytest.warns(ampkit.CaptureWarning, match="a param group was added") if graph != "off" else nullcontext(),
+        pytest.raises(ValueError, match=r"a parameter of shape \(\) that is not the model's.*No optimizer step"),
+    ):
+        step(torch.ones(3, 4))
+    assert_same(bits(model.weight), before)
+    model.extra = extra
+    extra.grad = None
+    for _ in range(5):
+        step(torch.ones(3, 4))
+    assert extra.item() != 0
+
+
 def test_a_rate_that_a_scheduler_changes() -> None:
     """A found optimizer reads its rate from a tensor: the graph follows a number that changes."""
 

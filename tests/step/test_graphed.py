@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from harness import ENGINES, OPTIMIZERS, assert_same, bits, deterministic, make_batches, make_net
+from tape import taped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -261,6 +263,54 @@ def test_gradients_from_before_are_kept(engine: Engine) -> None:
 
     with deterministic():
         assert_same(run("off"), run(graph))
+
+
+def use_of_gradients(kind: str, model: nn.Module, x: Tensor) -> Tensor:
+    """Call a model, in a function that uses gradients in one of several ways, or in none."""
+    if kind == "none":
+        with torch.no_grad():
+            return model(x)
+    output = model(x)
+    if kind == "reads":
+        return sum((p.grad.sum() for p in model.parameters() if p.grad is not None), output.detach())
+    if kind == "clears":
+        model.zero_grad(set_to_none=False)
+    if kind == "makes":
+        output.sum().backward()
+    return output.detach()
+
+
+@pytest.mark.parametrize("kind", ["none", "forward", "reads", "clears", "makes"])
+def test_gradients_that_come_and_go_elsewhere(kind: str) -> None:
+    """They are nothing to a function that does not use them: it keeps its graph. To another one they make a layout."""
+    model = make_linear()
+
+    @ampkit.graphed(modules=(model,), graph="emulate")
+    def act(x: Tensor) -> Tensor:
+        return use_of_gradients(kind, model, x)
+
+    def state() -> list[Any]:
+        return [None if p.grad is None else bits(p.grad) for p in model.parameters()]
+
+    uses = kind not in ("none", "forward")
+    with taped(), pytest.warns(ampkit.CaptureWarning, match="gradients were made") if uses else nullcontext():
+        for i in range(16):
+            if i > 5 and i % 4 == 0:
+                model.zero_grad()
+            elif i > 5:
+                model(torch.ones(3, 4)).sum().backward()
+            before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            expected = use_of_gradients(kind, model, x := torch.full((3, 4), i / 8.0)).clone(), state()
+            for param, gradient in zip(model.parameters(), before, strict=True):
+                param.grad = gradient
+            assert_same([act(x), state()], [*expected])
+    assert (act.captures, act.replays) == (1, 13) if not uses else act.replays < 13
+
+
+def make_linear() -> nn.Module:
+    """Return the same network each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

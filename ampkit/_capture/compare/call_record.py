@@ -54,6 +54,8 @@ class RecordedCall:
     lenient: bool = False  # see `recorded_call`
     text: str = ""  # torch's trace of the call, "" before its end, and if torch can write none (`execution_trace`)
     calls: list[_PythonCall] = field(default_factory=list)  # those from Python that have marks in it
+    uses_gradients: bool = True  # whether it may have read or set `grad` of a tensor, or have run a backward
+    gradients_of: set[int] = field(default_factory=set)  # ids of tensors whose `grad` Python code has read or set
 
     @property
     def is_recorded(self) -> bool:
@@ -88,6 +90,10 @@ def recorded_call(numbers: bool = True, lenient: bool = False) -> Iterator[Recor
         with _calls_noted(calls) if numbers and trace.begun else nullcontext():
             yield found
     found.text = trace.text
+    found.uses_gradients = (
+        not (numbers and found.is_recorded) or bool(calls.gradients_of) or _RAN_BACKWARD in found.text
+    )
+    found.gradients_of = calls.gradients_of
 
 
 @contextmanager
@@ -106,6 +112,7 @@ class _Calls(UnseenFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[_PythonCall] = []
+        self.gradients_of: set[int] = set()
         # Torch takes a mode off while it handles a call. After an interrupt it may put the mode on again at any time.
         self.notes = False
         self._marks: list[Any] = []  # that are entered; if one ended in another trace, torch would crash
@@ -118,6 +125,8 @@ class _Calls(UnseenFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _USE_GRADIENTS:
+            self.gradients_of.add(id(args[0]))
         # Attributes, such as x.shape, run no operation. A record_function begins in one call and ends in another.
         if not self.notes or getattr(func, "__name__", "") == "__get__" or str(func).startswith("profiler."):
             return func(*args, **kwargs)
@@ -138,6 +147,8 @@ class _Calls(UnseenFunctionMode):
             exit_mark(self._marks.pop())
 
 
+_GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
+_USE_GRADIENTS: tuple[Any, ...] = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, Tensor.__deepcopy__)
 _FIRST = "ampkit: first"
 _MARK = "ampkit: call "
 _CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
@@ -147,6 +158,7 @@ _CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch
 
 # torch's names for what opened an entry (ATen/record_function.h).
 _FUNCTION, _BACKWARD, _USER = 0, 1, 7
+_RAN_BACKWARD = f'"name": "scope", "type": "uint64", "value": {_BACKWARD}}}'
 _STEP = "Optimizer.step#"
 # What differs in every capture: attention then keeps its random state on the device. And products and solutions of
 # batches make the addresses of their matrices by `arange`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..._torch.compile import noticing_compiled_code
 from ..graph.capture_query import recording
@@ -21,6 +21,8 @@ class Rehearsal:
 
     lenient: bool  # see `recorded_call`
     numbers: bool = False  # the same; known once the call under the preflight was made
+    uses_gradients: bool = True  # whether the eager call may have, see `RecordedCall`
+    gradients_of: set[int] = field(default_factory=set)  # the ids of tensors whose gradient it has used
     _eager: RecordedCall | None = None
     _captured: RecordedCall | None = None
     _missed: int = 0
@@ -56,6 +58,7 @@ class Rehearsal:
         unseen = nullcontext(RecordedCall())
         with recording(), unseen if self.unseen else recorded_call(self.numbers, self.lenient) as call:
             yield
+        self.uses_gradients, self.gradients_of = call.uses_gradients, call.gradients_of
         self._eager = call if call.is_recorded else None
         self._missed += not call.is_recorded
 

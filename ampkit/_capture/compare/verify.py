@@ -35,6 +35,37 @@ class Verdict(NamedTuple):
     problem: str = ""  # what the replay did wrong
     noise: str = ""  # how much replays differ from each other, in words; "" if they agree or were not compared
     skipped: str = ""  # why nothing was compared; then outputs and state are those of the replay
+    tensors: int = 0  # how many were compared
+
+
+@dataclass
+class Comparisons:
+    """What was compared so far, for the report."""
+
+    replays: int = 0
+    tensors: int = 0  # in each of them; the most
+    noisy: int = 0  # how many replays differed by no more than they do from each other
+    skipped: int = 0  # how many were not compared, for lack of memory
+    problem: str = ""  # of the last one
+
+    def note(self, verdict: Verdict) -> None:
+        """Take note of a comparison."""
+        self.replays += not verdict.skipped
+        self.skipped += bool(verdict.skipped)
+        self.noisy += bool(verdict.noise and not verdict.problem)
+        self.tensors, self.problem = max(self.tensors, verdict.tensors), verdict.problem
+
+    def __str__(self) -> str:
+        if not self.replays:
+            return "no replay was compared so far" + f": no memory for {self.skipped} of them" * bool(self.skipped)
+        replays = f"{self.replays} replay{'s' * (self.replays > 1)} compared with eager calls from the same state"
+        what = f"up to {self.tensors} tensors each: outputs, parameters, buffers, optimizer state, random numbers"
+        found = f"the last one differed: {self.problem}" if self.problem else "bit for bit equal"
+        if self.noisy and not self.problem:
+            found = f"equal, {self.noisy} of them within what replays differ from each other by"
+        return f"{replays} ({what}); {found}" + f"; {self.skipped} not compared, for lack of memory" * bool(
+            self.skipped
+        )
 
 
 @dataclass(frozen=True)
@@ -144,15 +175,17 @@ class Verifier:
         for tensor in watch.undeclared:
             tensor.put_back()
         expected = self._results(outputs)
+        count = len(expected)
         if not ranks.agree(not watch.undeclared):
-            return Verdict(outputs, watch.describe() if watch.undeclared else ranks.other_differs)
+            problem = watch.describe() if watch.undeclared else ranks.other_differs
+            return Verdict(outputs, problem, tensors=count)
         wrong = _differences(expected, replayed)
         if ranks.agree(not wrong):
-            return Verdict(outputs)
+            return Verdict(outputs, tensors=count)
         # If torch only warns of kernels whose results vary, they run.
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         if self.emulated or (torch.are_deterministic_algorithms_enabled() and not warns):
-            return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs)
+            return Verdict(outputs, _describe(wrong, "") if wrong else ranks.other_differs, tensors=count)
         noise: dict[str, float] = {}  # by how much replays differ from each other, by path
         for more in _REPLAYS:
             for _ in range(more):
@@ -173,8 +206,9 @@ class Verifier:
                 "much as between replays."
             )
         if ranks.agree(not beyond):
-            return Verdict(outputs, noise=said)
-        return Verdict(outputs, _describe(beyond, said) if beyond else ranks.other_differs, said)
+            return Verdict(outputs, noise=said, tensors=count)
+        problem = _describe(beyond, said) if beyond else ranks.other_differs
+        return Verdict(outputs, problem, said, tensors=count)
 
     def _results(self, outputs: Any) -> dict[str, Tensor]:
         """Return dense copies of everything that the step computed, by path; of a DTensor, this process's part."""

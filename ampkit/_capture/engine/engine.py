@@ -12,7 +12,7 @@ from ..._torch.tensors.modes import modes
 from ..._torch.tensors.settings import settle_attention_priority
 from ..._undo import Undo
 from ..compare.schedule import ComparisonSchedule
-from ..compare.verify import Verifier
+from ..compare.verify import Comparisons, Verifier
 from ..graph.cache import DOES_NOT_FIT, Captured, copied
 from ..graph.capture_query import captures, seeing_capture
 from ..graph.graph import OtherAnswerError
@@ -83,6 +83,7 @@ class Engine:
         self._starts_to_mark = 0
         options = session.options
         self._verifies, self._comparisons = options.verify != 0, ComparisonSchedule(options.verify)
+        self._compared = Comparisons()
         self._verifier = Verifier(self._state, options.generators, session.ranks, options.graph == "emulate")
         problem = session.options.why_not_on(session.device) or session.blocker or why_not_scripted(self._state.modules)
         if problem and session.options.graph != "off":
@@ -254,6 +255,7 @@ class Engine:
         """Replay, and compare that with `eager(*args, **kwargs)`. Return the outputs of the eager call."""
         pool_bytes = self._cache.pool_bytes
         verdict = self._eager.on_stream(lambda: self._verifier.of_graph(captured, eager, leaves, pool_bytes))
+        self._compared.note(verdict)
         if verdict.skipped:
             self._fallback.warn_once("skipped", f"verify: {verdict.skipped}")
         if verdict.noise:
@@ -505,6 +507,7 @@ class Engine:
                 scanned=self._multi_step.windows,
                 eager_optimizer=None if self._fallback.refused else self._session.optimizer.why_behind or None,
                 eager_after_step=self._session.optimizer.follows_behind or None,
+                verified=str(self._compared) if self._verifies else None,
                 emulated=self._session.options.graph == "emulate",
                 constants=self._state.constants(),
             )

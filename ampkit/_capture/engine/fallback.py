@@ -12,7 +12,7 @@ from ..._user_line import WarnOnce
 
 _GOES_ON = "Training goes on eagerly"
 # What advice says, and no line of a user's, which messages quote.
-_IN_AUX = re.compile("([Rr]eturn it|[Rr]eturn the tensor|be kept) in aux")
+IN_AUX = re.compile("([Rr]eturn it|[Rr]eturn the tensor|be kept) in aux")
 
 
 class StepDoneError(CaptureError):
@@ -76,7 +76,7 @@ class Fallback:
 
     def _worded(self, text: str) -> str:
         """Return a message about a step whose function returns what it likes: only that of `graphed_step` has `aux`."""
-        return text if self._name == "graphed_step" else _IN_AUX.sub(r"\1", text)
+        return text if self._name == "graphed_step" else IN_AUX.sub(r"\1", text)
 
     def refuse(self, reason: str) -> None:
         """Make every call eager, for a reason that is known before the first one. Warn, or raise a `CaptureError`."""

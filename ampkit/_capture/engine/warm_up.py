@@ -21,7 +21,7 @@ from ..preflight.draw_paths import NOTHING_DRAWN, DrawPath
 from ..preflight.host_changes import HostChanges
 from ..preflight.preflight import Finding, describe
 from ..preflight.questions import AskedPath, answering_questions
-from ..preflight.undeclared import Undeclared, replaced
+from ..preflight.undeclared import Undeclared, gradients_of, replaced
 from ..preflight.watched_call import WatchedCall
 from ..state.carried import REPLACES
 from ..state.snapshot import Snapshot
@@ -103,6 +103,8 @@ class WarmUp:
         written = [_WRITTEN.format(what) for what in layout.written]
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
+        if self._state.finds_gradients and (used := gradients_of(layout.loose, layout.rehearsal.gradients_of)):
+            problem = "\n".join(filter(None, (problem, used)))
         gone = replaced(layout.loose)
         if gone not in problem:  # it is said once
             problem = "\n".join(filter(None, (problem, gone)))
@@ -145,6 +147,7 @@ class WarmUp:
             outputs = self._eager.run(layout.reason, rehearsal)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before))
+        self._state.note_gradients(used=layout.rehearsal.uses_gradients)
         self._compare_what_was_read(layout)
         is_asked = asked is None or (tuple(cuts.answers) == asked.answers and not cuts.differs)
         return outputs, not carried.has_more(places, held), is_asked

@@ -71,6 +71,8 @@ class Report:
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
         constants: the values of the host that graphs hold, see `GraphedStep.constants`.
         padding: in words, to which sizes batches are padded, and what it costs; empty without `buckets="auto"`.
+        verified: in words, how many replays `verify=` has compared with eager calls, and what of them; None without it.
+            Modules that are captured one by one are not compared.
         stopped: in words, why and since when no step changes a weight (`nonfinite="stop"`); None if they do.
         float8: in words, how many Linear layers compute in float8; empty without such a rule.
     """
@@ -103,6 +105,7 @@ class Report:
     emulated: bool = False
     constants: tuple[Any, ...] = ()
     padding: tuple[str, ...] = ()
+    verified: str | None = None
     stopped: str | None = None
     float8: tuple[str, ...] = ()
 
@@ -152,6 +155,7 @@ class Report:
         compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
         compiled += [f"  time of a step in parts: {shares_text(self.shares)}"] if self.shares else []
         padding = [f"  {line}" for line in (*self.padding, *self.float8)]
+        reasons += [f"  verify: {self.verified}"] if self.verified is not None else []
         stopped = [f"  stopped: {self.stopped}"] if self.stopped else []
         return "\n".join([head, *stopped, *times, *graphs, *padding, *reasons, *compiled, *failure])
 

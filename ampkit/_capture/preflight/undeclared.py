@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,6 +145,12 @@ def replaced(loose: Iterable[Use]) -> str:
     return "\n".join(dict.fromkeys(_REPLACED.format(_at(use.line)) for use in gone))
 
 
+def gradients_of(loose: Iterable[Use], tensors: Container[int]) -> str:
+    """Return which lines use tensors with these ids, "" if none: the loop may give them a gradient unseen."""
+    used = (use for use in loose if (tensor := use.tensor()) is not None and tensor.is_leaf and id(tensor) in tensors)
+    return "\n".join(dict.fromkeys(_USES_GRADIENT.format(_at(use.line)) for use in used))
+
+
 def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:
     """Return the tensors of this module, but not of its children, that were used, with their names."""
     used = []
@@ -173,6 +179,11 @@ _GRADIENT = (
 _LOOSE_GRADIENT = (
     "{0}uses a tensor that belongs to no declared module, and leaves it a gradient, which a replay would not. Step its "
     "optimizer in the function and leave out modules=, or put it into a declared module, as an nn.Parameter."
+)
+_USES_GRADIENT = (
+    "{0}uses a tensor that belongs to no declared module, and the function reads or clears its gradient, which a "
+    "replay would not find. Put it into a declared module, as an nn.Parameter: modules=(..., "
+    "nn.ParameterList([parameter]))."
 )
 _ON_HOST = (
     "{0}changes a tensor on the host that the step reads, and a replay would not change it. Keep it on the device of "

@@ -109,6 +109,8 @@ class SettingsHistory:
         self._state.look_again()  # others may be compared now
         if self.generation is not None:
             now, known = self._state.generation().settings, self._settings[self.number]
+            if not self._state.compares_gradients:
+                known = self._settings[self.number] = known._replace(gradients=())
             settings = known._replace(reads=known.reads.renewed(now.reads), host_values=now.host_values)
             if known != settings:
                 return  # the call has changed what graphs hold; the next one finds that

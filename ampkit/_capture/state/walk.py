@@ -3,13 +3,15 @@
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ..._torch.tensors.modules import module_tables
 from ..._torch.tensors.tensors import local_shard
@@ -138,6 +140,23 @@ class Walk:
         if not any(map(is_lazy, self.tensors)):
             return ""
         return next(name for name, found in zip(self._names, self._objects.objects, strict=False) if is_lazy(found))
+
+
+def take_in_parameters(
+    modules: dict[str, nn.Module], optimizers: Iterable[Optimizer], devices: Collection[torch.device]
+) -> None:
+    """Add a module with the parameters on these devices that optimizers hold, and that no module has; none if all do.
+
+    So their gradients are compared, and are where the loop looks for them behind a replay.
+    """
+    known = {id(param) for module in modules.values() for param in module.parameters()}
+    held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    strangers = [param for param in held if id(param) not in known and param.device in devices]
+    if strangers:
+        module = nn.Module()
+        # Torch registers nothing but an `nn.Parameter`, and an optimizer takes any leaf.
+        module_tables(module)[0].update((str(i), param) for i, param in enumerate(strangers))
+        modules[f"parameters of no module[{len(modules)}]"] = module
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:

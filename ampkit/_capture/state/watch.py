@@ -32,7 +32,7 @@ from ..host.constants import getter, place_of, tells_its_size
 from ..host.host_tensors import HostTensors
 from ..host.left_tensors import LeftTensors
 from ..host.reads import Reads
-from .walk import Walk, requires_grad
+from .walk import Walk, requires_grad, take_in_parameters
 
 _G = TypeVar("_G")
 
@@ -79,7 +79,7 @@ class Look:
 
     def __init__(self, walk: Walk, state: "StateWatch[Any]", bare: Sequence[Tensor]) -> None:
         self.walk, self.optimizers, self.scaler, self.held = walk, state.optimizers, state.scaler, state.held
-        self._finds_gradients, self._bare, self._sees_hooks = state.finds_gradients, bare, state.sees_hooks
+        self._compares_gradients, self._bare, self._sees_hooks = state.compares_gradients, bare, state.sees_hooks
         self._host_tensors, self._rnn_dropout = state.host_tensors, state.rnn_dropout
         self.dropout_begun = self._rnn_dropout.times
         self._with_hooks = [(optimizer, hooks_of_one(optimizer)) for optimizer in self.optimizers]
@@ -120,7 +120,7 @@ class Look:
         self.host_values = self._host_tensors.values()
         self._host_bytes = list(self.host_values.found.values())
         self.addresses = walk.addresses()
-        self.gradients = gradient_addresses(walk.tensors) if state.finds_gradients else []
+        self.gradients = gradient_addresses(walk.tensors) if state.compares_gradients else []
         self._settings = self._read_settings()
 
     def with_numbers(self) -> "Look | None":
@@ -164,7 +164,7 @@ class Look:
             and self._rnn_dropout.times == self.dropout_begun
             and list(map(len, self._lists)) == self._lengths
             and (not self._host_bytes or self._host_tensors.bytes_now() == self._host_bytes)
-            and (not self._finds_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
+            and (not self._compares_gradients or gradient_addresses(self.walk.tensors) == self.gradients)
             and not gradients(self._bare)
         )
 
@@ -230,6 +230,7 @@ class StateWatch(Generic[_G]):
 
     Attributes:
         held: whether graphs hold all numbers of the optimizers as constants.
+        compares_gradients: whether another gradient in `param.grad` may make a call another one.
         reads: which attributes of the modules and which variables are compared.
         host_tensors: which tensors on the host are compared.
         rnn_dropout: notices when cuDNN's dropout begins anew.
@@ -265,6 +266,8 @@ class StateWatch(Generic[_G]):
         self.host_tensors: HostTensors = HostTensors()
         self.rnn_dropout: RnnDropout = RnnDropout()
         self.held: bool = False
+        self.compares_gradients: bool = finds_gradients
+        self._uses_gradients = False
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
         self._walked = 0
@@ -281,6 +284,11 @@ class StateWatch(Generic[_G]):
         """
         self.optimizers, self._rates, self.held, self.holds_rates = tuple(optimizers), rates, True, not rates
         self.look_again()
+
+    def note_gradients(self, *, used: bool) -> None:
+        """Take note of whether a call that is to be captured uses gradients. As long as none does, none is compared."""
+        self._uses_gradients |= used
+        self.compares_gradients = self.finds_gradients and self._uses_gradients
 
     def look_again(self) -> None:
         """Have the next generation be another object, so that its user looks at what belongs to it."""
@@ -333,6 +341,8 @@ class StateWatch(Generic[_G]):
                     self._seen = look, self._described(look)
                     return self._seen[1]
         self._seen = None
+        if self.finds_gradients:
+            take_in_parameters(self.modules, self.optimizers, {rates.device for rates in self._rates})
         if self._walk is None or len(self.modules) != self._walked or not self._walk.is_current():
             self._walk, self._walked = Walk(self.modules), len(self.modules)
             self.rnn_dropout.watch(self._walk.modules)

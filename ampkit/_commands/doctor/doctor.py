@@ -1,55 +1,37 @@
 """The command `doctor`: trains the loop that `module:function` returns for some steps, and reports its faults."""
 
-import inspect
 import json
-import linecache
 import statistics
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..._capture.graph.report import Report, shares_text
 from ..._errors import AmpkitError, UsageError
 from ..._precision.fake_tensors import can_save_for_backward
 from ..._precision.policy import Policy, changes_model
-from ..._step.graphed_step import graphed_step
-from ..._text import ProgressBar, size_text, type_text
+from ..._text import ProgressBar, size_text
 from ..._torch.tensors.fake_tensors import is_limit_of_fake_tensors
-from ..._user_line import line_text, user_line
+from ..._user_line import user_line
 from ...debug._memory.forecast import forecast
 from ..bench.profile import ALL_STEPS, device_work
 from ..bench.report import is_out_of_memory
 from .faults import CHECKS, Fault
-from .trial import Origins, Subject, Trial
+from .subjects import DoctorError, load_subject
+from .trial import Trial
 
-RETURNED = (
-    "(loss_fn, model, optimizer, batches) or (loss_fn, model, optimizer, batches, options): loss_fn(model, *batch) "
-    "returns the loss; optimizer is an optimizer, or a function that makes one from parameters; batches is a loader or "
-    "a list; options is a dict of further arguments of ampkit.graphed_step, such as {'policy': 'float16'}"
-)
-RETURNED_LIGHTNING = (
-    "(LightningModule, batches) or (LightningModule, batches, options): batches is a dataloader or a list; options is "
-    "a dict of further arguments of ampkit.graphed_step, such as {'policy': '16-mixed', 'max_norm': 1.0}"
-)
 _TIMED_STEPS = 10
 _NAMED = 6  # constants of the host that the report names
-_IGNORED_OPTIONS = ("graph", "warmup", "verify", "on_failure", "numerics")  # of graphed_step; the doctor sets these
 _UNCHECKED_ON_CPU = (
     "copies from pageable memory, and waits other than for a value or a shape",
     "operations that are not deterministic on CUDA only",
     "the speed-up by a capture, which is computed from the time of the device",
 )
-
-
-class DoctorError(UsageError):
-    """The training loop cannot be examined. The message says why and what to write instead."""
 
 
 @dataclass
@@ -81,6 +63,7 @@ class Diagnosis:
             times = f" ({found.count} times)" if found.count > 1 else ""
             waited = f", {found.ms:.3f} ms" if found.ms else ""
             lines += ["", f"{found.severity:8}{found.kind}: {found.line or '(no line of yours)'}"]
+            lines += [f"{'':8}called from {found.caller}"] if found.caller else []
             lines += [f"{'':8}{found.what}{times}{waited}", f"{'':8}{found.advice}"]
         lines += ["", *self.notes] if self.notes else []
         if self.unchecked:
@@ -173,122 +156,16 @@ def _why_unchecked(error: Exception) -> str:
     return f"{raised_by} raised an exception, which --json names"
 
 
-# ------------------------------------------------------------------------------------------------------------- the loop
-
-
-def load_subject(name: str, find: Callable[[], Callable[[], Any]], policy: Policy | None, lightning: bool) -> Subject:
-    """Return the training loop that a function of the user's returns, after checking its parts.
-
-    Args:
-        name: the name of the function in messages.
-        find: imports and returns the function. Lines of the modules that it imports are noted too.
-        policy: what the step is to run under, in place of the policy that the function returns.
-        lightning: whether the function returns a LightningModule.
-
-    Raises:
-        DoctorError: the function returned something else. `find` and the user's code may raise other errors.
-    """
-    subject = _lightning_subject(name, find) if lightning else _subject(name, find)
-    return subject if policy is None else replace(subject, options={**subject.options, "policy": policy})
-
-
-def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
-    """Return the training loop that a function of the user's returns in parts."""
-    with Origins() as origins:
-        function = find()
-        made = function()
-        if not isinstance(made, tuple) or len(made) not in (4, 5):
-            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED}.")
-        loss_fn, model, optimizer, batches = made[:4]
-        if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer) and isinstance(model, nn.Module):
-            optimizer = optimizer(model.parameters())  # `bench` takes a function too
-    options = _options(name, made[4] if len(made) == 5 else {})
-    if not callable(loss_fn):
-        raise DoctorError(f"{name} returned {type_text(loss_fn)} for loss_fn, expected {RETURNED}.")
-    return Subject(_line_of(function), loss_fn, model, optimizer, batches, options, origins)
-
-
-def _options(name: str, options: Any) -> dict[str, Any]:
-    known = [key for key, arg in inspect.signature(graphed_step).parameters.items() if arg.kind is arg.KEYWORD_ONLY]
-    if not isinstance(options, dict) or (strange := [key for key in options if key not in known]):
-        found = f"the options {', '.join(map(repr, strange))}" if isinstance(options, dict) else type_text(options)
-        raise DoctorError(f"{name} returned {found}, expected a dict of arguments of graphed_step: {', '.join(known)}.")
-    return {key: value for key, value in options.items() if key not in _IGNORED_OPTIONS}
-
-
-def _line_of(function: Callable[..., Any]) -> str:
-    """Return `file:line: source` of a function, "" if it has no source."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
-    file, first = code.co_filename, code.co_firstlineno  # the line of a decorator, if there is one
-    lines = ((number, linecache.getline(file, number).lstrip()) for number in range(first, first + 9))
-    heads = (number for number, line in lines if line.startswith(("def ", "async def ")))
-    return line_text(file, next(heads, first))
-
-
-# ------------------------------------------------------------------------------------------------------------ Lightning
-
-
-def _lightning_subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
-    """Return the training loop that a Trainer would run for the user's LightningModule."""
-    try:
-        import lightning.pytorch as pl
-    except ImportError as error:
-        raise DoctorError("--lightning needs Lightning. Run: pip install 'ampkit[lightning]'") from error
-    with Origins() as origins:
-        function = find()
-        made = function()
-        if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], pl.LightningModule):
-            raise DoctorError(f"{name} returned {type_text(made)}, expected {RETURNED_LIGHTNING}.")
-        module = made[0].to("cuda") if torch.cuda.is_available() else made[0]  # as a Trainer does
-        if not module.automatic_optimization:
-            raise DoctorError(
-                f"{name}: automatic_optimization is False, so training_step steps the optimizers itself. --lightning "
-                "examines automatic optimization only."
-            )
-        optimizer, scheduler = _configured(name, module.configure_optimizers())
-    options = _options(name, made[2] if len(made) == 3 else {})
-    if scheduler is not None:
-        options.setdefault("scheduler", scheduler)
-    return Subject(_line_of(function), _lightning_loss, module, optimizer, made[1], options, origins, whole=True)
-
-
-def _lightning_loss(module: Any, batch: Any) -> Any:
-    wants_index = len(inspect.signature(module.training_step).parameters) > 1
-    with warnings.catch_warnings():
-        # Without a Trainer, self.log warns and does nothing.
-        warnings.filterwarnings("ignore", "You are trying to `self.log")
-        out = module.training_step(batch, 0) if wants_index else module.training_step(batch)
-    return out["loss"] if isinstance(out, Mapping) else out
-
-
-def _configured(name: str, made: Any) -> tuple[Any, Any]:
-    """Return the optimizer, and the scheduler or None, from what `configure_optimizers` returned.
-
-    A scheduler that is stepped once per epoch is left out.
-    """
-    optimizers, schedulers = made, []
-    if isinstance(made, dict):
-        optimizers, schedulers = [made.get("optimizer")], [made["lr_scheduler"]] if "lr_scheduler" in made else []
-    elif isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], (tuple, list)):
-        optimizers, schedulers = made
-    optimizers = list(optimizers) if isinstance(optimizers, (tuple, list)) else [optimizers]
-    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise DoctorError(f"{name}: configure_optimizers returned {type_text(made)}, expected a single optimizer.")
-    each_step = [part["scheduler"] for part in schedulers if isinstance(part, dict) and part.get("interval") == "step"]
-    return optimizers[0], each_step[0] if each_step else None
-
-
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
 def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
-    """Say what `graphed_step` captures of this loop, and what the step lacks to be captured whole."""
+    """Say what ampkit captures of this loop, and what the step lacks to be captured whole."""
     in_the_way = [found.line or found.what for found in diagnosis.findings if found.severity == "high"]
-    parts = f"forward and backward, with {type(trial.subject.optimizer).__name__} stepping eagerly behind the graph"
+    by, names = trial.subject.by, ", ".join(type(each).__name__ for each in trial.uncapturable)
+    parts = f"forward and backward, with {names} stepping eagerly behind the graph"
     parts += ", or in it as long as all its numbers stay as they are" if trial.may_be_constant else ""
-    possible = parts if trial.why_apart else "the whole step"
+    possible = "the whole function" if by == "graphed" else parts if trial.why_apart else "the whole step"
     diagnosis.figures["outcome"] = "in parts" if trial.why_apart else "whole"
     report: Report | None = None
     title = "modules that are captured by themselves" if in_the_way else "constants of the host"
@@ -297,7 +174,7 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
     constants = () if report is None else report.constants
     diagnosis.figures["constants"] = [each._asdict() for each in constants]
     if not in_the_way:
-        diagnosis.notes.append(f"graphed_step captures {possible}.")
+        diagnosis.notes.append(f"{by} captures {possible}.")
         values = [each for each in constants if not each.is_code]  # of functions and modules only how many
         texts = ((each.path, each.value, each.not_compared) for each in values[:_NAMED])
         named = [f"{path} ({f'not compared: {why}' if why else value})" for path, value, why in texts]
@@ -319,7 +196,7 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
         if split.shares:
             diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
     them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
-    diagnosis.notes.append(f"graphed_step captures {captured}Without {them} it captures {possible}.")
+    diagnosis.notes.append(f"{by} captures {captured}Without {them} it captures {possible}.")
 
 
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
@@ -357,13 +234,16 @@ def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:
 
 def _add_memory(diagnosis: Diagnosis, trial: Trial) -> None:
     """Forecast the memory of a step without a policy and under the user's. The forecast for CUDA needs no GPU."""
+    if trial.subject.by == "graphed" or len(trial.subject.optimizers) > 1:
+        diagnosis.unchecked.append("memory: it is forecast for one loss and one optimizer")
+        return
     policy = trial.subject.options.get("policy")
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     device = "cuda" if can_save_for_backward("cuda") else "cpu"
     # A policy that changes the model has been applied to it, so the model without the policy no longer exists.
     policies = [policy] if policy is not None and changes_model(policy) else dict.fromkeys((None, policy))
     subject, (args, kwargs) = trial.subject, trial.kept[0]
-    parts = subject.loss_fn, subject.model, subject.optimizer, kwargs or args
+    parts = subject.loss_fn, subject.model, subject.optimizers[0], kwargs or args
     peaks = {str(each): forecast(*parts, policy=each, device=device).peak for each in policies}
     diagnosis.figures["memory"] = {"device": device, "peak_bytes": peaks}
     under = {name: "without a policy" if name == "None" else f"under {name}" for name in peaks}

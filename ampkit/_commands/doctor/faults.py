@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ..._capture.engine.fallback import IN_AUX
 from ..._capture.engine.variation import DRAWS_ADVICE
 from ..._capture.host.host_tensors import HostTensors
 from ..._capture.host.uploads import Uploads
@@ -56,6 +57,7 @@ class Fault:
     advice: str  # what to write instead
     count: int = 1
     ms: float | None = None  # how long the host waited there, None if that is not known
+    caller: str = ""  # where `line` is one of an installed package, the line of the user's own that led to it
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -64,17 +66,20 @@ class Fault:
 
 
 def optimizer_faults(trial: Trial) -> Iterator[Fault]:
-    """Yield a fault if the optimizer cannot be captured, or is not fused."""
-    optimizer = trial.subject.optimizer
-    name, line = type(optimizer).__name__, trial.subject.origins.of(optimizer) or trial.subject.line
-    if blocker := trial.why_apart:
-        what, _, advice = blocker.partition(". ")
-        unless = ", unless all its numbers stay as they are" if trial.may_be_constant else ""
-        what = f"{what}: it steps eagerly behind the graph of forward and backward{unless}"
-        yield Fault("medium", "optimizer", line, what, advice)
-    elif not all(group.get("fused", True) for group in optimizer.param_groups):
-        what = f"{name} without fused=True reads and writes the parameters several times per step"
-        yield Fault("medium", "optimizer", line, what, f"Write {name}(..., fused=True).")
+    """Yield a fault for each optimizer that cannot be captured, or is not fused."""
+    for optimizer in trial.subject.optimizers:
+        name, line = type(optimizer).__name__, trial.subject.origins.of(optimizer) or trial.subject.line
+        if blocker := trial.uncapturable.get(optimizer):
+            what, _, advice = blocker.partition(". ")
+            unless = ", unless all its numbers stay as they are" if trial.may_be_constant else ""
+            if trial.subject.by == "graphed":
+                yield Fault("high", "optimizer", line, f"{what}: so the function is not captured whole", advice)
+                continue
+            what = f"{what}: it steps eagerly behind the graph of forward and backward{unless}"
+            yield Fault("medium", "optimizer", line, what, advice)
+        elif not all(group.get("fused", True) for group in optimizer.param_groups):
+            what = f"{name} without fused=True reads and writes the parameters several times per step"
+            yield Fault("medium", "optimizer", line, what, f"Write {name}(..., fused=True).")
 
 
 def shape_faults(trial: Trial) -> Iterator[Fault]:
@@ -139,13 +144,15 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
         ms = found.ms if trial.device.type == "cuda" and not found.graph_only else None
         kind = next(kind for word, kind in _KINDS if word in found.what)
         severity, what, advice = "high", found.what, found.advice
+        if trial.subject.by == "graphed":  # which has no aux
+            advice = IN_AUX.sub(r"\1", advice)
         if found in in_optimizer:
             severity, what = "medium", f"{what}, in the optimizer's step, which is eager"
         elif has_clean_branch:
             left = "on a branch that graphed_step leaves: told that it is being captured, the code takes another one"
             severity, what = "low", f"{what}, {left}"
             advice = "Pass capturing=True to train on the other branch from the first step on."
-        yield Fault(severity, kind, found.line, what, advice, found.count, ms)
+        yield Fault(severity, kind, found.line, what, advice, found.count, ms, found.caller)
     if trial.decisions:
         what = (
             f"the host decides by {trial.decisions} comparison(s) of random draws in a step: each outcome takes a "
@@ -176,8 +183,7 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
         watched = WatchedCall(trial.device, leaves, uploads, generators)
         preflight = stack.enter_context(watched.preflight)
         stack.enter_context(watched.recording())
-        if trial.why_apart:
-            optimizer = trial.subject.optimizer
+        for optimizer in trial.uncapturable:
             for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
                 stack.callback(register(lambda *_: bounds.append(len(preflight.findings))).remove)
         trial.run(recorded="torch._dynamo" not in sys.modules)  # recording recompiles compiled code
@@ -185,7 +191,8 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     trial.decisions = 0 if path is None else len(path.outcomes)
     asked = watched.questions.asked()
     trial.questions, trial.cuts = (0, 0) if asked is None else (len(asked.path.outcomes), len(asked.answers))
-    return preflight.findings, preflight.findings[slice(*bounds)] if bounds else []
+    steps = zip(bounds[::2], bounds[1::2], strict=True)
+    return preflight.findings, [found for step in steps for found in preflight.findings[slice(*step)]]
 
 
 def schedule_faults(trial: Trial) -> Iterator[Fault]:
@@ -193,7 +200,7 @@ def schedule_faults(trial: Trial) -> Iterator[Fault]:
 
     Learning rates are left out: `graphed_step` gives them to the graph in a tensor.
     """
-    groups = trial.subject.optimizer.param_groups
+    groups = [group for optimizer in trial.subject.optimizers for group in optimizer.param_groups]
     scheduler = trial.subject.options.get("scheduler")
     before = [
         {key: value for key, value in group.items() if key not in _NOT_FROZEN and not isinstance(value, Tensor)}

@@ -6,7 +6,7 @@ import itertools
 import sys
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from ..._capture.keys.inputs import Spec, read_batch
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.arguments import read_buckets
+from ..._step.graphed import GraphedFunction, graphed
 from ..._step.graphed_step import graphed_step
 from ..._step.step_calls import GraphedStep
 from ..._torch.tensors.tree import tree_flatten
@@ -84,23 +85,41 @@ class Origins(TorchFunctionMode):
 
 @dataclass
 class Subject:
-    """The training loop to examine: the arguments of `graphed_step`, and its batches.
+    """The training loop to examine: the arguments of `graphed_step`, or of `graphed`, and its batches.
 
     The items of a tuple or list are passed to `loss_fn` after the model, those of a dict as keyword arguments.
     """
 
     line: str  # `file:line: source` of the function that returned it, for faults without a line of their own
-    loss_fn: Callable[..., Any]
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[..., Any]  # or the function for `graphed`
+    model: nn.Module  # or a `ModuleList` of what the function changes
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     batches: Iterable[Any]
     options: dict[str, Any]
     origins: Origins  # knows the lines that made tensors and objects
     whole: bool = False  # whether a batch is passed as one argument, whatever its type
+    by: str = "graphed_step"  # or "graphed": what captures it
+    device: torch.device | None = None  # None: that of the model's parameters
 
-    def step(self, **options: Any) -> GraphedStep:
-        """Return the step, with these options of `graphed_step` instead of the user's."""
-        return graphed_step(self.loss_fn, self.model, self.optimizer, **{**self.options, **options})
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers."""
+        return (self.optimizer,) if isinstance(self.optimizer, torch.optim.Optimizer) else tuple(self.optimizer)
+
+    def step(self, **options: Any) -> GraphedStep | GraphedFunction:
+        """Return the step, with these options instead of the user's."""
+        options = {**self.options, **options}
+        if self.by == "graphed":
+            modules = tuple(self.model.children())
+            return graphed(modules=modules, optimizers=self.optimizers, **options)(self.loss_fn)
+        return graphed_step(self.loss_fn, self.model, self.optimizer, **options)
+
+
+def arguments_of(batch: Any, whole: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return how a batch is passed: the items of a tuple, list or dict one by one, unless it is passed whole."""
+    if isinstance(batch, (dict, UserDict)) and not whole:
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) and not whole else (batch,)), {}
 
 
 class Trial:
@@ -120,11 +139,14 @@ class Trial:
             subject = replace(subject, options={**subject.options, "buckets": ones})
         self.subject = subject
         self.step = subject.step(graph="off")
-        self.why_apart = why_not_capturable(subject.optimizer)  # why it cannot be captured, "" if it can
-        scheduled = subject.options.get("scheduler") is not None
-        # Whether it can be captured all the same, as long as none of its numbers changes.
-        self.may_be_constant = bool(self.why_apart) and may_be_constant(subject.optimizer) and not scheduled
-        self.device = next(subject.model.parameters()).device
+        # The optimizers that cannot be captured, each with the reason.
+        found = {optimizer: why_not_capturable(optimizer) for optimizer in subject.optimizers}
+        self.uncapturable = {optimizer: why for optimizer, why in found.items() if why}
+        self.why_apart = next(iter(self.uncapturable.values()), "")
+        constant = subject.by == "graphed_step" and subject.options.get("scheduler") is None
+        # Whether these can be captured all the same, as long as none of their numbers changes.
+        self.may_be_constant = bool(self.why_apart) and constant and all(map(may_be_constant, self.uncapturable))
+        self.device = subject.device or next(subject.model.parameters()).device
         self.specs: list[Spec] = []
         self.lines: list[str] = []  # for each of `specs`, the line that made its batch
         self.kept: list[tuple[Any, Any]] = []
@@ -146,12 +168,7 @@ class Trial:
         tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         line = self.subject.origins.of(*tensors)  # the copies below are not made by a line of the user's
         moved = next(iter(prefetch([batch], self.device)))
-        args: tuple[Any, ...] = (moved,)
-        kwargs: dict[str, Any] = {}
-        if isinstance(moved, (dict, UserDict)) and not self.subject.whole:
-            args, kwargs = (), dict(moved)
-        elif isinstance(moved, (tuple, list)) and not self.subject.whole:
-            args = tuple(moved)
+        args, kwargs = arguments_of(moved, self.subject.whole)
         buckets = self.subject.options.get("buckets")
         padded_args, padded = (args, kwargs) if buckets is None else buckets.pad_batch(args, kwargs)
         self.specs.append(read_batch(padded_args, padded, self.device)[0])

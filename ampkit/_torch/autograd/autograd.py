@@ -159,6 +159,32 @@ def _saved_attributes(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
+def last_divisor(loss: Tensor) -> float | None:
+    """Return the number that a loss was divided by last. None if there is none on the host, or if that makes a mean.
+
+    To be called without modes, which would see that the number is read.
+    """
+    node: Any = loss.grad_fn
+    if type(node).__name__ != "DivBackward0" or _is_sum(node.next_functions[0][0]):
+        return None
+    # Torch makes a tensor of a number of Python's.
+    divisor = getattr(getattr(node, "_raw_saved_other", None), "data", None)
+    return (
+        float(divisor) if isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu" else None
+    )
+
+
+def _is_sum(node: Any) -> bool:
+    """Return whether this node, or one of which it is a linear combination, sums over elements."""
+    kind = type(node).__name__
+    if kind.startswith(("AddBackward", "MulBackward", "NegBackward", "SubBackward", "ToCopyBackward")):
+        return any(_is_sum(each) for each, _ in node.next_functions)
+    return kind.startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM
+
+
+_SUM = 2  # torch.nn._reduction.get_enum("sum")
+
+
 @contextmanager
 def graph_task() -> Iterator[None]:
     """Context in which Python code that asks for the running backward gets a new number, though none is running.

@@ -123,7 +123,7 @@ FAULTS = {
             def backward(ctx, grad):
                 return grad * float(grad.new_ones(()))  # fault: blocking line
         def loss(model, x, y):
-            keep = model(x)[x.sum(1) > 0]  # fault: blocking line
+            keep = model(x)[model(x).sum(1) > 0]  # fault: blocking line
             return Read.apply(keep).square().mean() + loss_fn(model, x, y)
         def training():
             model = net()
@@ -615,6 +615,23 @@ def test_decisions_of_the_host(script):
     (fault,) = found.findings
     assert (fault.severity, fault.kind) == ("low", "host random numbers")
     assert "decides by 1 comparison(s) of random draws in a step" in fault.what
+    assert "captures the whole step" in str(found)
+
+
+def test_questions_about_the_batch(script):
+    """D3: a branch, a selection and a size can be captured; that each combination of answers takes a graph is said."""
+    _, found = script("""
+        def loss(model, x, y):
+            if y.max() >= 4:
+                raise ValueError("a label is out of range")
+            return loss_fn(model, x[y > 0], y[y > 0]) * int((y > 0).sum())
+        def training():
+            model = net()
+            return loss, model, sgd(model), data()
+        """)
+    (fault,) = found.findings
+    assert (fault.severity, fault.kind) == ("low", "question about the batch")
+    assert "asks the device 4 question(s) about the batch in a step" in fault.what
     assert "captures the whole step" in str(found)
 
 

@@ -37,6 +37,7 @@ class Case(NamedTuple):
         changes: the call in which the rate changes, on all ranks.
         verify: see `graphed_step`.
         asks: the layers that are chosen by a question about the batch, rather than by a draw.
+        selects: whether that is a number, which also tells how many rows count.
     """
 
     own: bool = True
@@ -49,6 +50,7 @@ class Case(NamedTuple):
     changes: int = -1
     verify: int = 0
     asks: tuple[int, ...] = ()
+    selects: bool = False
 
 
 CASES = {
@@ -65,6 +67,7 @@ CASES = {
     "layerdrop": Case(own=False, drops=True),
     "rare layerdrop": Case(own=False, drops=True, rate=0.05),
     "asks": Case(asks=(0, 1)),
+    "selects": Case(asks=(0, 1), selects=True),
     "asks, fsdp": Case(asks=(0, 1), wrapper="fsdp"),
     "asks and draws": Case(asks=(1,)),
     "asks, accumulated": Case(asks=(0, 1), accumulate=2),
@@ -72,7 +75,18 @@ CASES = {
     "asks, another size": Case(asks=(0, 1), odd=(2, 7, 20, 21, 30)),
 }
 # gloo shows the rest
-ON_GPUS = ("own", "rare", "own, fsdp", "windows", "another size", "verified", "layerdrop", "asks", "asks, fsdp")
+ON_GPUS = (
+    "own",
+    "rare",
+    "own, fsdp",
+    "windows",
+    "another size",
+    "verified",
+    "layerdrop",
+    "asks",
+    "asks, fsdp",
+    "selects",
+)
 
 
 class Layers(nn.Module):
@@ -85,11 +99,15 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.last, self.drops, self.rate, self.asks = nn.Linear(WIDTH, 3), case.drops, case.rate, case.asks
+        self.selects = case.selects
 
     def forward(self, x: Tensor) -> Tensor:
         batch = x
         for number, layer in enumerate(self.layers):
             chosen = batch[number].sum() > 2.0 if number in self.asks else torch.rand([]) < self.rate
+            if self.selects:
+                kept = torch.arange(len(batch), device=x.device) < 3 - 2 * chosen.long()
+                chosen, x = int(kept.sum()) == 1, x[kept] if number else x
             if chosen and self.drops:
                 continue
             x = torch.tanh(layer(-x)) if chosen else x + torch.tanh(layer(x))

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from ..._torch.device.execution_trace import enter_mark, execution_trace, exit_mark
+from ..._torch.device.execution_trace import UNRECORDED, enter_mark, execution_trace, exit_mark
 from ..._torch.tensors.modes import UnseenFunctionMode, enter, unseen_function_mode
 from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo
 from ..._user_line import line_text, running_place
-from ..graph.graph import CUT_MARK
 
 
 class _PythonCall(NamedTuple):
@@ -244,7 +243,7 @@ def _parsed(entries: dict[int, _Entry], calls: list[_PythonCall], lenient: bool)
     # What other threads do meanwhile, such as a loader's, is no part of the step.
     autograds = sorted({entry.thread for entry in entries.values() if entry.scope == _BACKWARD} - {main})
     owners = _Owners(entries, ordered, main)
-    cut = {i for i, entry in entries.items() if entry.name == CUT_MARK}  # and all that runs within it
+    cut = {i for i, entry in entries.items() if entry.name == UNRECORDED}  # and all that runs within it
     for i in ordered if cut else ():
         cut |= {i} if entries[i].parent in cut else set()
     noted: set[int] = set()

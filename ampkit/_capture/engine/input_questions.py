@@ -4,6 +4,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..._torch.tensors.tensors import storage_address
 from ..keys.key import Key
@@ -36,6 +37,7 @@ class InputQuestions:
         self._state, self._cuts = session.state, dict[Key, RehearsedCuts]()
         # Per key and answers about the input: those at the cuts that a call gets the graph of, () if there are none.
         self._guesses: dict[tuple[Key, Outcomes], tuple[bool, ...]] = {}
+        self._changing: set[str] = set()  # paths of the state
         self._misses = 0  # calls with another answer at a cut than that
         self._replays = -1  # how many there were at the last miss
         self._trees: dict[Key, Tree] = {}
@@ -49,6 +51,15 @@ class InputQuestions:
         answers = self._answers(tree, leaves)
         guess = None if answers is None else self._guesses.get((key, answers))
         return key._replace(answers=NEW if answers is None or guess is None else answers + guess)
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by path which calls may be asked about ahead of them."""
+        return {path: tensor for path, tensor in self._state.tensors().items() if path not in self._changing}
+
+    def leave_out(self, changed: Set[str]) -> bool:
+        """Have nothing be asked ahead about what is here, because calls change it. Return whether there is any."""
+        self._changing |= changed
+        return bool(changed)
 
     def is_confirmed(self, key: Key, asked: AskedPath | None, leaves: Sequence[Any], written: Set[str]) -> bool:
         """Return whether a call under the preflight has asked what an earlier one of its key has asked.
@@ -97,8 +108,8 @@ class InputQuestions:
         """Return the answers for these arguments; None as soon as it is not known what is asked next."""
         try:
             with torch.autocast(self._device.type, enabled=False):  # what was recorded is below autocast
-                return tree.draw(leaves)
-        except (RuntimeError, IndexError):  # which the call raises itself
+                return tree.draw(leaves, self._state.tensors)
+        except (RuntimeError, IndexError, KeyError):  # which the call raises itself
             return None
 
     def learn(self, key: Key, asked: AskedPath) -> None:
@@ -172,5 +183,5 @@ _WRITES = (
 )
 _TOO_MANY = (
     "what the step asks the device about its input had more than {0} different answers. Lines that ask are named from "
-    "now on. Ask less, or use torch.where instead of a branch."
+    "now on. Ask less, pad to few sizes, or use torch.where instead of a branch."
 )

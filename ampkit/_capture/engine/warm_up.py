@@ -162,6 +162,7 @@ class WarmUp:
             watched = WatchedCall(
                 session.device,
                 call.leaves,
+                self._questions.kept(),
                 session.uploads,
                 session.options.generators,
                 draws=self._draws.enabled,
@@ -188,6 +189,7 @@ class WarmUp:
             None if watched.draws is None or raised else watched.draws.path,
             None if watched.preflight.findings or raised else watched.questions.asked(),
             "".join(raised),
+            watched.questions.changed(),
             has_made=state.is_undecided() or state.tensors().keys() != known,
             has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
         )
@@ -228,7 +230,7 @@ class WarmUp:
         """
         state, answer, asked = self._state, layout.answer, seen.asked
         is_first = cold.calls == 0 and self._session.warmup > 2
-        if asked is not None and (seen.has_made or seen.has_kept):
+        if asked is not None and (seen.has_made or seen.has_kept or self._questions.leave_out(seen.changed)):
             layout.ask_again(cold)
             return None
         if seen.has_kept or (seen.findings and (is_first or seen.has_made)):
@@ -273,6 +275,7 @@ class _Seen(NamedTuple):
     drawn: DrawPath | None  # what it has drawn on the host
     asked: AskedPath | None  # what it has asked the device about its input; None too if there are findings
     raised: str  # what the code has raised that got the other answer, "" if it has not
+    changed: set[str]  # the paths of the state that it has asked about, and has changed then
     has_made: bool  # whether it has made state, or some of it is still undecided
     has_kept: bool  # whether it is the first call, and has left a tensor where there was none
 

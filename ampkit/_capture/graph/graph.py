@@ -14,7 +14,7 @@ import torch
 from ..._errors import CaptureError, CaptureWarning
 from ..._torch.autograd.autograd import one_stream
 from ..._torch.device.allocator import drop_capture_from_allocator
-from ..._torch.device.execution_trace import enter_mark, exit_mark
+from ..._torch.device.execution_trace import unrecorded
 from ..._torch.tensors.modes import modes, without_modes
 from ..._undo import Undo
 from ..._user_line import user_line
@@ -186,15 +186,12 @@ class CudaGraph:
 
     def cut(self, asked: torch.Tensor, answer: bool) -> None:
         """End a piece where `fn` asks, and begin the next one, which a replay does only after the same answer."""
-        mark = enter_mark(CUT_MARK)  # the beginning of a capture fills the states of generators
-        try:
+        with unrecorded():  # the beginning of a capture fills the states of generators
             self._end_piece()
             assert self._captured is not None  # set by capture
             self._pieces.append((self._captured, asked, answer))
             self._captured = self._new_graph()
             self._captured.capture_begin(pool=self._pool.handle, capture_error_mode=_CAPTURE_MODE)
-        finally:
-            exit_mark(mark)
 
     def _end_piece(self) -> bool:
         """End the capture of a piece. Return whether there is nothing in it."""
@@ -297,7 +294,6 @@ class EmulatedGraph:
 
 
 is_true = torch.Tensor.__bool__  # which is replaced in captures
-CUT_MARK = "ampkit: cut"  # in torch's traces
 _CAPTURE_MODE = "thread_local"  # a data loader or another thread may allocate and pin memory meanwhile
 _EMPTY = "The captured step launched no CUDA kernel: a replay does nothing. Is the model on the device?"
 _KEPT_GRAPH = (

@@ -222,7 +222,7 @@ class Uploads:
 class _OperandsMode(WatchingMode):
     """Has operations get constants in place of tensors on the host, see `Uploads.operands`.
 
-    Bits stay the same, with the exception that `Preflight` names. Without a mode, that loss waits and is not captured.
+    Bits stay the same: the preflight names the loss that has another form under a mode.
     """
 
     def __init__(self, uploads: Uploads) -> None:

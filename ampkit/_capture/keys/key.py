@@ -33,7 +33,9 @@ class Key(NamedTuple):
             true = [str(number) for number, outcome in enumerate(self.outcomes, 1) if outcome]
             which = f" ({', '.join(true)})" if 0 < len(true) < len(self.outcomes) else ""
             outcomes += f": {len(true)} of {len(self.outcomes)} comparisons true{which}"
-        answers = f"questions to the device: {', '.join(map(str, self.answers))}" if self.answers else ""
+        shown, more = (self.answers or ())[:_SHOWN], len((self.answers or ())[_SHOWN:])
+        answers = f"questions to the device: {', '.join(map(str, shown))}" if shown else ""
+        answers += f" and {more} more" if more else ""
         return "; ".join(filter(None, (str(self.spec), phase, outcomes, answers)))
 
 
@@ -45,3 +47,6 @@ class Part(NamedTuple):
     advice: str = ""  # what to write if it changes all the time; "" for a leaf of the batch, where that depends on it
     statement: str = ""  # what messages say if it keeps changing; if it is "", they have the name and some values
     same: Callable[[Any, Any], bool] = operator.eq
+
+
+_SHOWN = 16  # answers

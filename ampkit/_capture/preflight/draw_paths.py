@@ -1,6 +1,7 @@
 """What a step does on the host around its random draws: paths from read to read, and the tree of all known ones."""
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
 from ..._torch.tensors.tree import tensors_in
 
-Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, or whole numbers
+Outcomes = tuple[Hashable, ...]  # what the host has read, in order: True and False, whole numbers, or tuples of these
 NEW: Outcomes = ("?",)  # outcomes that no eager call under the preflight has had
 
 
@@ -21,9 +22,9 @@ class Slot(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Stands for the n-th argument of the call."""
+    """Stands for the n-th argument of the call, or for a tensor of the state by its path."""
 
-    number: int
+    number: int | str
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,21 @@ class DrawOperation(NamedTuple):
 
 
 class NumberRead(NamedTuple):
-    """The host reads a number."""
+    """The host reads a number, or a few of them."""
 
     slot: Slot | Leaf | Held  # of which tensor: a result, or an argument of the call
-    learn: Callable[..., Any]  # returns what the host learns from the number
+    learn: Callable[..., Any]  # returns what the host learns from the number; `tuple` if it reads all in the tensor
     by: Any = None  # its second argument, for a comparison with a number; None if it has one argument
 
     def outcome(self, number: Any) -> Hashable:
         """Return what the host learns of this number."""
         value = self.learn(number) if self.by is None else self.learn(number, self.by)
-        assert isinstance(value, (bool, int))
+        assert isinstance(value, (bool, int, tuple))
         return value
+
+    def outcome_of(self, tensor: Tensor) -> Hashable:
+        """Return what the host learns of this tensor."""
+        return self.outcome(tensor.reshape(-1).tolist() if self.learn is tuple else tensor.item())
 
 
 class Segment(NamedTuple):
@@ -116,35 +121,54 @@ class Tree:
         self.paths += new
         return True
 
-    def draw(self, leaves: Sequence[Any] = ()) -> Outcomes | None:
-        """Draw as the step does with these arguments. Return the outcomes; None as soon as what follows is unknown."""
+    def draw(self, leaves: Sequence[Any] = (), state: Callable[[], Mapping[str, Tensor]] = dict) -> Outcomes | None:
+        """Draw as the step does with these arguments and this state.
+
+        Return the outcomes; None as soon as what follows is unknown.
+        """
         node, results, outcomes = self._start.get(None), list[Tensor](), list[Hashable]()
+        given = _CallTensors(leaves, state)
         # The modes of the user's must not see these operations, nor change them.
         with without_torch_function(), torch.no_grad():
             while node is not None:
-                for function, given, named in node.operations:
-                    args = [_filled(argument, results, leaves) for argument in given]
-                    kwargs = {name: _filled(argument, results, leaves) for name, argument in named}
+                for function, arguments, named in node.operations:
+                    args = [_filled(argument, results, given) for argument in arguments]
+                    kwargs = {name: _filled(argument, results, given) for name, argument in named}
                     results += tensors_in(function(*args, **kwargs))
                 if node.read is None:
                     return tuple(outcomes)
-                outcomes.append(node.read.outcome(_filled(node.read.slot, results, leaves).item()))
+                outcomes.append(node.read.outcome_of(_filled(node.read.slot, results, given)))
                 node = node.next.get(outcomes[-1])
         return None
 
 
-def _filled(argument: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+@dataclass(eq=False)
+class _CallTensors:
+    """What a call is given: its arguments by number, and the state by path."""
+
+    _leaves: Sequence[Any]
+    _state: Callable[[], Mapping[str, Tensor]]
+
+    @functools.cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        return self._state()
+
+    def __getitem__(self, number: int | str) -> Any:
+        return self._leaves[number] if isinstance(number, int) else self._tensors[number]
+
+
+def _filled(argument: Any, results: Sequence[Tensor], given: _CallTensors) -> Any:
     """Return an argument with tensors in it."""
     kind = type(argument)
     if kind is Slot:
         return results[argument.number]
     if kind is Leaf:
-        return leaves[argument.number]
+        return given[argument.number]
     if kind is Held:
         return argument.tensor
     if kind is Like:
         return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype).zero_()
-    return [_filled(each, results, leaves) for each in argument] if kind is tuple else argument
+    return [_filled(each, results, given) for each in argument] if kind is tuple else argument
 
 
 def repeats(path: DrawPath, before: Tensor, after: Tensor) -> bool:

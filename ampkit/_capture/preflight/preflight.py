@@ -21,6 +21,7 @@ from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.modes import WatchingMode, enter, leave
 from ..._torch.tensors.operators import (
+    CROSS_ENTROPY_ENTRY,
     HOST_COPIES,
     LIFT_FRESH,
     LIST_READS,
@@ -42,6 +43,7 @@ from .uncapturable import (
     DRAW_ON_DEVICE,
     PRINT,
     READ,
+    SMOOTHED,
     WAITS,
     Problem,
     Watched,
@@ -105,9 +107,7 @@ class Preflight(WatchingMode):
     others copy nothing. It ignores what torch's own code does there, because torch's CPU optimizers keep step counts on
     the host.
 
-    The step has the same bits as without the preflight, with one exception: `cross_entropy` with class weights, label
-    smoothing and ignored targets. There, under any dispatch mode, torch sums the weights in another order. The step is
-    slower, by dozens of microseconds per operation.
+    The step has the same bits as without the preflight. It is slower, by dozens of microseconds per operation.
 
     Args:
         device: where the step computes.
@@ -119,7 +119,7 @@ class Preflight(WatchingMode):
         draws: records the draws on the host that may be made ahead of a graph. Without it, each of them is a finding.
         bitmaps: how long those are that Reducers of DDP copy to the device, to find unused parameters.
         uploads: has operations get constants that it uploads. Without it, each copy of theirs is a finding.
-        knows_number: returns of each operation whether it reads a number that a capture can be given.
+        knows_numbers: returns ahead of each operation whether a capture can be given the numbers that it reads.
 
     Sync: none of its own, but one wait at its end where other threads run.
     """
@@ -135,7 +135,7 @@ class Preflight(WatchingMode):
         draws: DrawRecorder | None = None,
         bitmaps: Sequence[int] = (),
         uploads: Uploads | None = None,
-        knows_number: Callable[[OperationCall], bool] = lambda _: False,
+        knows_numbers: Callable[..., bool] = lambda *_: False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
         self._watched = Watched(device, tuple(generators), tuple(bitmaps))
@@ -143,7 +143,7 @@ class Preflight(WatchingMode):
         self._observers = observers
         self._located = located
         self._draws = draws
-        self._uploads, self._knows_number = uploads, knows_number
+        self._uploads, self._knows_numbers = uploads, knows_numbers
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
@@ -240,6 +240,7 @@ class Preflight(WatchingMode):
     def _watch_calls(self, undo: Undo) -> None:
         """Replace functions that wait where neither a dispatch mode nor the sync debug mode sees it."""
         replace_here(undo, *PRINT_ENTRY, functools.partial(self._call_reported, PRINT))
+        replace_here(undo, *CROSS_ENTROPY_ENTRY, self._cross_entropy)
         if self._watched.device.type == "cuda":
             for name, owner, attribute in host_waits():
                 replace_here(undo, owner, attribute, functools.partial(self._call_reported, host_wait(name)))
@@ -282,6 +283,14 @@ class Preflight(WatchingMode):
         self._sets_next = not puts_back and real_frame().f_code.co_filename == torch.random.__file__
         return result
 
+    def _cross_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the function that computes it, which has another form under a dispatch mode."""
+        weight, reduction, smoothing = (*args[2:4], *args[5:6], 0.0, 0.0, 0.0)[:3]
+        if weight is None or reduction != _MEAN or not smoothing or args[1].is_floating_point():
+            return original(*args, **kwargs)
+        with torch_modes.without_dispatch_modes():
+            return self._call_reported(SMOOTHED, original, *args, **kwargs)
+
     def _call_reported(self, problem: Problem, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the place of a function that is a problem itself."""
         if problem is PRINT and not self._watched.has(args):
@@ -304,6 +313,7 @@ class Preflight(WatchingMode):
         self.look_for_draws()
         if self._uploads is not None:
             args = self._uploads.operands(op, args, kwargs)
+        known = self._knows_numbers(op, args, kwargs)
         outer, self._waits = self._waits, 0
         start = time.perf_counter()
         try:
@@ -316,7 +326,7 @@ class Preflight(WatchingMode):
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start
         call = OperationCall(op, args, kwargs, result)
-        problems = [] if self._knows_number(call) else problems_of(call, self._watched, waited=bool(waits))
+        problems = [] if known else problems_of(call, self._watched, waited=bool(waits))
         if self._draws is not None:
             problems = self._draws.judged(call, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
@@ -438,6 +448,7 @@ def _compiles(place: SourceLocation) -> bool:
     return place.inside.startswith((*COMPILER, KERNEL_TIMING))
 
 
+_MEAN = 1  # torch.nn._reduction.get_enum("mean")
 # What the sync debug mode and anomaly mode say (c10/cuda/CUDAFunctions.cpp, csrc/autograd/python_anomaly_mode.cpp).
 _WAIT = "called a synchronizing CUDA operation"
 _ANOMALY = r"(Error detected in \S+\. (Traceback of|No) forward)|(\s*Previous calculation was induced by )"

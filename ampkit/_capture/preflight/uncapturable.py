@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._torch.ranks.reducer import is_bitmap_copy
 from ..._torch.tensors.fake_tensors import is_fake
+from ..._torch.tensors.host_counts import counted_masks
 from ..._torch.tensors.operators import INDEXING, OperationCall, kind_of
 from ..._torch.tensors.tensors import is_same_generator
 from ..._torch.tensors.tree import tensors_in
@@ -53,6 +54,13 @@ CTC = Problem(
 GROUPED = Problem(
     "grouped_mm waits for the device to read the sizes of its groups, except in bfloat16",
     'Autocast leaves it in float32: give it a rule, Policy(compute="bfloat16", ops={"grouped_mm": "bfloat16"}).',
+)
+# aten/src/ATen/native/LossNLL.cpp: with these it selects the targets that count by a mask. Under a dispatch mode it
+# does not, but adds the weights in another order.
+SMOOTHED = Problem(
+    "cross_entropy with class weights and label smoothing waits for the device to count targets that are not ignored",
+    'Write cross_entropy(..., reduction="sum"), and divide by weight[labels].sum(), without ignored labels.',
+    whole_line=True,
 )
 PRINT = Problem(
     "prints a tensor, which reads it", "Return it in aux and print it after the step.", "Print it once in many steps."
@@ -199,12 +207,7 @@ def _indexes(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     for index in indices:
         if index.numel():
             yield from _copied(index, call.args[0], watched)
-    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-    value, accumulate = (*call.args[2:4], None, False)[:2]  # of `index_put_`
-    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
-    # `x[mask] = value` is a `masked_fill_` then, as at::native::canDispatchToMaskedFill decides it.
-    is_fill = len(masks) == len(indices) == 1 and is_number and not accumulate
-    if masks and not is_fill:
+    if counted_masks(call.args):
         yield Problem("a boolean mask as an index waits for the device to count what it selects", _KEEP_SHAPE)
 
 

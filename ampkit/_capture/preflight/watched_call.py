@@ -1,10 +1,11 @@
 """The preflight of a call, with recorders of what it finds and a graph can hold all the same."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..._torch.tensors.operators import OperationCall
 from ..host.uploads import Provenance, Uploads
@@ -19,6 +20,7 @@ class WatchedCall:
     Args:
         device: where the call computes.
         leaves: its arguments.
+        state: the tensors that calls keep, see `QuestionRecorder`.
         uploads: the constants of the step that are on its device. It gets those of the call.
         draws, asks: whether draws and questions are recorded. Otherwise each of them is a finding.
         cuts: whether graphs may be cut, see `QuestionRecorder`.
@@ -35,6 +37,7 @@ class WatchedCall:
         self,
         device: torch.device,
         leaves: Sequence[Any],
+        state: Mapping[str, Tensor],
         uploads: Uploads,
         generators: Sequence[torch.Generator] = (),
         *,
@@ -48,7 +51,7 @@ class WatchedCall:
         self.draws: DrawRecorder | None = DrawRecorder(device) if draws else None
         self.provenance: Provenance = Provenance()
         is_drawn = (lambda _: frozenset()) if self.draws is None else self.draws.draws_in
-        self.questions: QuestionRecorder = QuestionRecorder(device, leaves, uploads.has, is_drawn, cuts=cuts)
+        self.questions: QuestionRecorder = QuestionRecorder(device, leaves, state, uploads.has, is_drawn, cuts=cuts)
         recorders: list[Callable[[OperationCall], object]] = [self.provenance] if uploads.learns else []
         self.preflight: Preflight = Preflight(
             device,
@@ -57,7 +60,7 @@ class WatchedCall:
             draws=self.draws,
             bitmaps=bitmaps,
             uploads=uploads,
-            knows_number=self.questions.knows_number,
+            knows_numbers=self.questions.knows_numbers if asks else lambda *_: False,
         )
 
     @contextmanager

@@ -180,7 +180,8 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     with ExitStack() as stack:
         generators = trial.subject.options.get("generators", ())
         leaves, uploads = tree_flatten(trial.kept)[0], Uploads(trial.device, HostTensors())
-        watched = WatchedCall(trial.device, leaves, uploads, generators)
+        state = dict(trial.subject.model.named_buffers())
+        watched = WatchedCall(trial.device, leaves, state, uploads, generators)
         preflight = stack.enter_context(watched.preflight)
         stack.enter_context(watched.recording())
         for optimizer in trial.uncapturable:

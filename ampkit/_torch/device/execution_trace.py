@@ -38,10 +38,21 @@ _disable_trace = private(_profiler, "_disable_execution_trace_observer")
 # Two calls that mark, in such a trace, what runs between them: exit_mark takes what enter_mark(name) returned.
 enter_mark: Callable[[str], Any] = private(torch.autograd, "_record_function_with_args_enter")
 exit_mark: Callable[[Any], None] = private(torch.autograd, "_record_function_with_args_exit")
+UNRECORDED = "ampkit: beside the step"
 _FATAL = 3  # the log level in c10/util/logging_is_not_google_glog.h
 _FILLER = "ampkit: end of a trace" + 8192 * "."
 # Where this environment variable is not 0, the observer reads tensors, and so waits for the device.
 _READS_TENSORS = "ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE"
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context of what is marked in such a trace to be no part of the step."""
+    mark = enter_mark(UNRECORDED)
+    try:
+        yield
+    finally:
+        exit_mark(mark)
 
 
 @contextmanager

@@ -152,6 +152,9 @@ class OperationCall:
 # `Tensor.__repr__` looks this function up: owner and name. It switches dispatch modes off before it reads the tensor.
 PRINT_ENTRY = (private(torch, "_tensor_str"), "_str")
 private(*PRINT_ENTRY)
+# `torch.nn.functional.cross_entropy` looks this function up: owner and name.
+CROSS_ENTROPY_ENTRY = (_nn_builtins, "cross_entropy_loss")
+private(*CROSS_ENTROPY_ENTRY)
 # call_from_binding(function, types, args, kwargs) calls function(*args, **kwargs) as a C++ binding would. A warning of
 # C++ code inside is shown when this returns. Otherwise it is shown when the outermost binding returns: for a backward,
 # at the end of all of it.

@@ -78,8 +78,8 @@ class GraphedPasses:
             raise RuntimeError(_MODIFIED)
         given = [g for g, differentiable in zip(grads, self._passes.differentiable, strict=True) if differentiable]
         found = self.gradients(given, wanted)
-        replay.done = not keeps_graph()
-        copies = dict(zip(found, _copies(list(found.values())), strict=True))
+        replay.done = self.is_last(given)
+        copies = dict(zip(found, _copies(list(found.values()), self.memory_for(found)), strict=True))
         return [copies.get(j) for j in range(len(wanted))]
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
@@ -98,6 +98,14 @@ class GraphedPasses:
             for j, grad in enumerate(passes.grads)
             if grad is not None and wanted[j] and not passes.used_by[j].isdisjoint(in_loss)
         }
+
+    def memory_for(self, grads: dict[int, Tensor]) -> list[Tensor | None]:
+        """Return where to copy each of these gradients, None for new memory. Autograd gets these tensors."""
+        return [None] * len(grads)
+
+    def is_last(self, given: Sequence[Tensor | None]) -> bool:
+        """Return whether no backward pass may follow the one that runs, with these gradients."""
+        return not keeps_graph()
 
     def versions(self) -> list[int]:
         """Return the version of each parameter and buffer that backward reads. A change in place raises it."""
@@ -161,14 +169,20 @@ _replayed: Callable[..., tuple[Tensor, ...]] = _ReplayFunction.apply
 _differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _DifferentiableOnce.apply
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies that belong to the caller, made by one kernel for all tensors of one dtype."""
+def _copies(tensors: Sequence[Tensor], memory: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Return copies that belong to the caller, made by one kernel for all tensors of one dtype.
+
+    `memory` has tensors to copy some of them into; if it is empty, all memory is new.
+    """
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     # Memory that lies as the tensors' does, because later kernels may compute otherwise at another address.
-    places = [place_of(tensor) for tensor in tensors]
-    pairs = zip(tensors, places, strict=True)
-    copies = [empty_like(t, place) if place and is_dense(t) else torch.empty_like(t) for t, place in pairs]
+    copies = []
+    for tensor, given in zip(tensors, memory or [None] * len(tensors), strict=True):
+        if given is None:
+            place = place_of(tensor)
+            given = empty_like(tensor, place) if place and is_dense(tensor) else torch.empty_like(tensor)
+        copies.append(given)
     if len(copies) == 1:
         copies[0].copy_(tensors[0])
     elif copies:

@@ -226,7 +226,7 @@ class UserLineFinder:
                 made = self._made_in(node)
                 if line := innermost_users_line(made):
                     own = innermost_users_line(made, is_users_file)
-                    return SourceLocation(line, backward=True, caller="" if own == line else own)
+                    return SourceLocation(line, inside, backward=True, caller="" if own == line else own)
             if inside:
                 continue
             filename = frame.f_code.co_filename

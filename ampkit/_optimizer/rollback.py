@@ -1,5 +1,6 @@
 """What an optimizer's step changes, learned from eager steps, so that a skipped step can be undone on the device."""
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._text import CONSTANTS
+from .._torch.compile import is_compilers_code
 from .._torch.tensors.modes import WatchingMode
 from .._torch.tensors.operators import INDEXING, all_written, kind_of, written_arguments
 from .._torch.tensors.tensors import inner_tensors, is_wrapper, storage_address
@@ -256,6 +258,8 @@ class _StepWatch(WatchingMode):
         returned = tensors_in(result)
         tags = getattr(op, "tags", ())
         fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
+        # Before Inductor times kernels, it may copy to the host what they write; no graph has that.
+        fetches = fetches and not is_compilers_code(sys._getframe(1).f_code)
         if torch.Tag.nondeterministic_seeded in tags:
             text = f"draws random numbers ({op}), which later draws would show"
             if {tensor.device for tensor in returned} <= self._devices and kwargs.get("generator") is None:

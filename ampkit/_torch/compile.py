@@ -144,6 +144,11 @@ def original_code(code: CodeType) -> CodeType | None:
     return made
 
 
+def is_compilers_code(code: CodeType) -> bool:
+    """Return whether code is that of torch.compile itself, and not code that was compiled."""
+    return code.co_filename.startswith(COMPILER_FOLDERS)
+
+
 def is_compiling() -> bool:
     """Return whether torch.compile is at work in this thread."""
     return _compile_id() is not None

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,6 +249,22 @@ def test_a_step_count_that_begins_on_the_host(kind: str) -> None:
         assert (changes.known(optimizer) is None) is (i == 0)
         for state in optimizer.state.values():
             state["step"] = state["step"].to("meta")  # as it is for a captured step
+
+
+@pytest.mark.parametrize("file", [f"{Path(torch.__file__).parent}/_inductor/runtime/timing.py", "optimizer.py"])
+def test_copies_of_the_compiler(file: str) -> None:
+    """E2: Inductor copies to the host what kernels write that it times, if memory is short; the step does not."""
+    exec(compile("def copied(x): return torch.full_like(x, 1.0, device='cpu')", file, "exec"), scope := {"torch": torch})
+
+    class Compiled(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            scope["copied"](self.param_groups[0]["params"][0].detach())
+
+    param = nn.Parameter(torch.zeros(4, device="meta"))
+    param.grad = torch.zeros_like(param)
+    optimizer, changes = Compiled([param], {}), StepChanges()
+    changes.watch(optimizer, optimizer.step)
+    assert changes.incomplete.startswith("reads a tensor on the host") == (file == "optimizer.py")
 
 
 @pytest.mark.parametrize("kind", ["8-bit", "stochastic"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..._torch.compile import COMPILER_FOLDERS, is_compiling
+from ..._torch.compile import is_compilers_code, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up
@@ -161,7 +161,7 @@ class CallRecorder:
             return not is_ampkits(caller) or frame.f_code not in _LISTING
         # Torch and ampkit call packages on the user's behalf, as hooks and optimizers. Compiled code, imports and parts
         # of Python's library call others.
-        is_others = caller.f_code.co_filename.startswith(COMPILER_FOLDERS) or not through <= _PASSING_ON
+        is_others = is_compilers_code(caller.f_code) or not through <= _PASSING_ON
         return origin is Origin.PACKAGE and not is_others
 
     def names(self, observed: bool) -> Names:

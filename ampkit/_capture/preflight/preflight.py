@@ -421,7 +421,7 @@ class Preflight(WatchingMode):
 
     def _add(self, problem: Problem, place: SourceLocation, node: Any = None) -> _Key:
         self._tell(problem, place, node)
-        what = f"{problem.what}, in {place.inside}" if place.inside else problem.what
+        what = f"{problem.what}, in {place.inside}" if place.inside and not place.backward else problem.what
         if place.backward and (place.line, what) not in self._found:
             what = f"{what}, in its backward"
         key = place.line, what

@@ -1,6 +1,5 @@
 """What an optimizer's step changes, learned from eager steps, so that a skipped step can be undone on the device."""
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,10 @@ from .._torch.tensors.modes import WatchingMode
 from .._torch.tensors.operators import INDEXING, all_written, kind_of, written_arguments
 from .._torch.tensors.tensors import inner_tensors, is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
+from .._user_line import real_frame, wraps_operations
 from .step_kind import gradients, parameters
+
+wraps_operations(__file__)
 
 # The attributes, keys and indices that lead from the optimizer to a value. For a key that is a parameter, its id.
 _Path = tuple[Any, ...]
@@ -259,7 +261,7 @@ class _StepWatch(WatchingMode):
         tags = getattr(op, "tags", ())
         fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
         # Before Inductor times kernels, it may copy to the host what they write; no graph has that.
-        fetches = fetches and not is_compilers_code(sys._getframe(1).f_code)
+        fetches = fetches and not is_compilers_code(real_frame().f_code)
         if torch.Tag.nondeterministic_seeded in tags:
             text = f"draws random numbers ({op}), which later draws would show"
             if {tensor.device for tensor in returned} <= self._devices and kwargs.get("generator") is None:

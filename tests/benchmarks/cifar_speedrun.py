@@ -227,7 +227,7 @@ def timed(sizes: Sizes, way: Way) -> tuple[list[float], float, float]:
     rows = sorted(1e3 * run(steps) / steps for _ in range(REPEATS))
     with profile(activities=[ProfilerActivity.CUDA] if sizes.device == "cuda" else [ProfilerActivity.CPU]) as found:
         run(steps)
-    on_device = [event for event in found.events() if event.device_type is DeviceType.CUDA]
+    on_device = [event for event in found.events() if event.device_type == DeviceType.CUDA]
     return rows, sum(event.device_time for event in on_device) / 1e3 / steps, before
 
 

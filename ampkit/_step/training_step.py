@@ -15,6 +15,7 @@ from .._capture.ranks.ranks import Ranks
 from .._capture.state.kept_gradients import KeptGradients
 from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
+from .._capture.state.watch import refuse_gradients, strangers
 from .._errors import InputMismatch
 from .._optimizer.device_step import Prepared, can_be_prepared
 from .._optimizer.nonfinite import NonfiniteGuard
@@ -312,7 +313,7 @@ class TrainingStep:
                     stack.enter_context(wrapper.no_sync())
                 with weights, observed, self._around():
                     loss, aux = self._forward_and_backward(args, kwargs)
-            self._check_parameters(params.values())
+            refuse_gradients(strangers(self._optimizers, params.values()))
             prepared = None
             alone = len(self._optimizers) == 1
             if phase.last and self.place.behind and not steps and alone and can_be_prepared(self._optimizer):
@@ -338,6 +339,7 @@ class TrainingStep:
         """
         self.ranks.shards.gather()
         params = self._parameters()
+        refuse_gradients(strangers(self._optimizers, params.values()))
         with Undo() as undo:
             undo.note(self._set_gradients, params, ())
             self._set_gradients(params, phase.accumulated)
@@ -366,17 +368,6 @@ class TrainingStep:
                 self.gradients.pop(_name(gone), None)
             self.kept.remove_others(set(self._numbered.values()))
         return self._numbered
-
-    def _check_parameters(self, known: Iterable[nn.Parameter]) -> None:
-        """Raise a `ValueError` if an optimizer was given a parameter later that is not the model's, and is trained."""
-        ours = set(map(id, known))
-        for param in (param for optimizer in self._optimizers for param in parameters(optimizer)):
-            if id(param) not in ours and param.grad is not None:
-                raise ValueError(
-                    f"graphed_step(optimizer): since the step was made it has got a parameter of shape "
-                    f"{tuple(param.shape)} that is not the model's, and that has a gradient, which the step would not "
-                    "set to None. Put it into the model, as an nn.Parameter. No optimizer step was done."
-                )
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, aux = self._forward(args, kwargs)

@@ -298,12 +298,6 @@ class Compiler:
                 found.append(noted)
 
 
-def is_compilers(error: Exception) -> bool:
-    """Return whether torch.compile has raised this error, and not code that it runs."""
-    exc: Any = importlib.import_module("torch._dynamo.exc")
-    return isinstance(error, private(exc, "TorchDynamoException"))
-
-
 def cause_of(error: Exception) -> Exception:
     """Return the error that a backend raised, if torch.compile has raised this one because of it."""
     inner = getattr(error, "inner_exception", None)

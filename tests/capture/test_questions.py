@@ -211,6 +211,21 @@ def test_whole_numbers_are_asked_ahead(engine: Engine, ask: Any) -> None:
     assert_same(history, expected)
 
 
+def test_a_slice_whose_bound_is_a_tensor() -> None:
+    """D3: what is noted of it reads no number, and takes no answer of the questions behind it."""
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        out = model(x)[:, : lengths.max()]
+        return out.sum() * 2 if (lengths > 1).all() else out.sum()
+
+    step = ampkit.graphed_step(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), graph="emulate")
+    for i in range(12):
+        step(torch.ones(3, 4), torch.tensor([2, 3, 1 + i % 2]))
+    report = step.report()
+    assert (report.failure, report.captures, report.replays) == (None, 2, 4)
+
+
 def repeats(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     times = torch.where(y == PADDING, -1, 1) + (y == PADDING).sum() * (torch.arange(4, device=y.device) == 0) * 2
     try:

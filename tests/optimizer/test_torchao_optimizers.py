@@ -254,7 +254,9 @@ def test_a_step_count_that_begins_on_the_host(kind: str) -> None:
 @pytest.mark.parametrize("file", [f"{Path(torch.__file__).parent}/_inductor/runtime/timing.py", "optimizer.py"])
 def test_copies_of_the_compiler(file: str) -> None:
     """E2: Inductor copies to the host what kernels write that it times, if memory is short; the step does not."""
-    exec(compile("def copied(x): return torch.full_like(x, 1.0, device='cpu')", file, "exec"), scope := {"torch": torch})
+    exec(
+        compile("def copied(x): return torch.full_like(x, 1.0, device='cpu')", file, "exec"), scope := {"torch": torch}
+    )
 
     class Compiled(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:

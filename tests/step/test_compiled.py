@@ -534,44 +534,6 @@ def test_an_error_of_the_loss_is_the_users() -> None:
     assert any(line.startswith("compiled: forward and backward") for line in step.report().compiled)
 
 
-@pytest.mark.parametrize("kind", ["undone", "drawn", "of the user's"])
-def test_a_later_compilation_that_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where code changes its way in a known layout: uncompiled from then on, unless something is done already."""
-    fails = [False] * 65  # what is in a list of more than 64 is not compared from call to call
-    monkeypatch.setattr(COMPILER, lambda: broken_inductor({"forward"} if fails[0] else set())())
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        if any(fails):
-            x = 2 * x
-            if kind == "drawn":
-                x = x * torch.rand(1)
-                torch._dynamo.graph_break()
-            if kind == "of the user's":
-                x = x @ x
-        return model(x).square().mean()
-
-    def trained(graph: str, compile: str | None) -> tuple[Any, ampkit.GraphedStep]:
-        torch.manual_seed(0)
-        fails[0] = False
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
-        step = ampkit.graphed_step(loss_fn, model, optimizer, graph=graph, compile=compile, warmup=6)
-        for i in range(8):
-            fails[0] = i >= 3
-            step(torch.full((2, 4), i / 8.0))
-        return model.weight.detach(), step
-
-    if kind == "undone":
-        with pytest.warns(ampkit.AmpkitWarning, match="not compiled: forward and backward, .*no kernel for this GPU"):
-            weight, step = trained("emulate", "default")
-        torch.testing.assert_close(weight, trained("off", None)[0])
-        assert step.replays == 2
-        assert any("no kernel for this GPU" in line for line in step.report().compiled)
-    else:
-        with pytest.raises(RuntimeError, match="no kernel for this GPU" if kind == "drawn" else "mat1 and mat2"):
-            trained("emulate", "default")
-
-
 @pytest.mark.usefixtures("fast")
 @pytest.mark.slow
 def test_verified() -> None:

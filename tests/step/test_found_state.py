@@ -236,6 +236,41 @@ def test_a_step_whose_optimizer_gets_a_parameter_of_no_module(graph: str) -> Non
     assert extra.item() != 0
 
 
+@pytest.mark.parametrize("kind", ["fused SGD", "Adafactor"])
+@pytest.mark.parametrize("graph", ["emulate", "off"])
+def test_a_parameter_of_no_module_whose_gradient_comes_later(graph: str, kind: str) -> None:
+    """`graphed_step` refuses it in the call in front of which it has got one, replays too."""
+    _, model, extra, optimizer = with_a_later_parameter(nn.Parameter)
+    if kind == "Adafactor":
+        optimizer = torch.optim.Adafactor(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        step = ampkit.graphed_step(lambda model, x: model(x).square().mean(), model, optimizer, graph=graph)
+        step(torch.ones(3, 4))
+        optimizer.add_param_group({"params": [extra]})
+        for _ in range(12):
+            step(torch.ones(3, 4))
+    assert step.replays > 5 or graph == "off"
+    (extra * 3).backward()
+    with pytest.raises(ValueError, match=r"a parameter of shape \(\) that is not the model's.*No optimizer step"):
+        step(torch.ones(3, 4))
+
+
+def test_a_gradient_that_a_function_reads_of_a_tensor_that_it_does_not_use() -> None:
+    """The variable that leads to it is named."""
+    model, held = nn.Linear(4, 4), torch.zeros(4, requires_grad=True)
+
+    @ampkit.graphed(modules=(model,), graph="emulate")
+    def act(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = model(x)
+            return out if held.grad is None else out + held.grad
+
+    with pytest.warns(ampkit.CaptureWarning, match="the variable held - uses a tensor that belongs to no declared"):
+        assert [act(torch.ones(3, 4)).grad_fn for _ in range(8)] == [None] * 8
+    assert act.replays == 0
+
+
 def test_a_rate_that_a_scheduler_changes() -> None:
     """A found optimizer reads its rate from a tensor: the graph follows a number that changes."""
 

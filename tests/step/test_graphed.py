@@ -265,12 +265,29 @@ def test_gradients_from_before_are_kept(engine: Engine) -> None:
         assert_same(run("off"), run(graph))
 
 
+class AddsGradients(Tensor):
+    """Adds the gradients of `HELD`, in code that is called while torch has taken modes off."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if func is torch.tanh:
+                out = sum((p.grad.sum() for p in HELD if p.grad is not None), out)
+        return out
+
+
+HELD: list[Tensor] = []
+
+
 def use_of_gradients(kind: str, model: nn.Module, x: Tensor) -> Tensor:
     """Call a model, in a function that uses gradients in one of several ways, or in none."""
     if kind == "none":
         with torch.no_grad():
             return model(x)
     output = model(x)
+    if kind == "reads in a subclass":
+        return torch.tanh(output.detach().as_subclass(AddsGradients)).as_subclass(Tensor)
     if kind == "reads":
         return sum((p.grad.sum() for p in model.parameters() if p.grad is not None), output.detach())
     if kind == "clears":
@@ -280,10 +297,11 @@ def use_of_gradients(kind: str, model: nn.Module, x: Tensor) -> Tensor:
     return output.detach()
 
 
-@pytest.mark.parametrize("kind", ["none", "forward", "reads", "clears", "makes"])
+@pytest.mark.parametrize("kind", ["none", "forward", "reads", "reads in a subclass", "clears", "makes"])
 def test_gradients_that_come_and_go_elsewhere(kind: str) -> None:
     """They are nothing to a function that does not use them: it keeps its graph. To another one they make a layout."""
     model = make_linear()
+    HELD[:] = model.parameters()
 
     @ampkit.graphed(modules=(model,), graph="emulate")
     def act(x: Tensor) -> Tensor:

@@ -131,11 +131,7 @@ class _Calls(UnseenFunctionMode):
             return func(*args, **kwargs)
         leaves = tree_flatten((args, kwargs))[0]
         # Of anything but numbers and constants the type: equal texts of it could be of other objects.
-        numbers = tuple(
-            repr(leaf) if isinstance(leaf, _CONSTANTS) else type(leaf).__name__
-            for leaf in leaves
-            if not isinstance(leaf, Tensor)
-        )
+        numbers = tuple(_text(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         parameters = tuple(id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
         call = _PythonCall(func, numbers, parameters, running_place(sys._getframe(1)))
         self._marks.append(enter_mark(f"{_MARK}{len(self.made)}"))
@@ -149,8 +145,16 @@ class _Calls(UnseenFunctionMode):
 _GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
 _USE_GRADIENTS: tuple[Any, ...] = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, Tensor.__deepcopy__)
 _FIRST = "ampkit: first"
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, slice):  # whose `repr` would read the tensors in it
+        return " : ".join(map(_text, (leaf.start, leaf.stop, leaf.step)))
+    return repr(leaf) if isinstance(leaf, _CONSTANTS) else type(leaf).__name__
+
+
 _MARK = "ampkit: call "
-_CONSTANTS = (Number, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+_CONSTANTS = (Number, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 
 
 # ------------------------------------------------------------------------------------------------- from torch's trace

@@ -103,7 +103,8 @@ class WarmUp:
         written = [_WRITTEN.format(what) for what in layout.written]
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
-        if self._state.finds_gradients and (used := gradients_of(layout.loose, layout.rehearsal.gradients_of)):
+        if self._state.finds_gradients:
+            used = gradients_of(layout.loose, self._state.reads, layout.rehearsal.gradients_of, self._state.tensors())
             problem = "\n".join(filter(None, (problem, used)))
         gone = replaced(layout.loose)
         if gone not in problem:  # it is said once
@@ -147,7 +148,8 @@ class WarmUp:
             outputs = self._eager.run(layout.reason, rehearsal)
         # Calls of other layouts, and of other functions with this state, come in between.
         layout.note_writes(self._state.reads.writes(layout.written_before))
-        self._state.note_gradients(used=layout.rehearsal.uses_gradients)
+        # The name counts too: neither custom operations nor tensor subclasses tell what they read.
+        self._state.note_gradients(used=layout.rehearsal.uses_gradients or self._state.reads.loads("grad"))
         self._compare_what_was_read(layout)
         is_asked = asked is None or (tuple(cuts.answers) == asked.answers and not cuts.differs)
         return outputs, not carried.has_more(places, held), is_asked

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..._torch.tensors.tensors import is_tensor, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import running_line, wraps_operations
+from ..host.reads import Reads
 from ..state.state import TrainingState
 from .touched import Touched, Use, addresses
 
@@ -145,10 +146,26 @@ def replaced(loose: Iterable[Use]) -> str:
     return "\n".join(dict.fromkeys(_REPLACED.format(_at(use.line)) for use in gone))
 
 
-def gradients_of(loose: Iterable[Use], tensors: Container[int]) -> str:
-    """Return which lines use tensors with these ids, "" if none: the loop may give them a gradient unseen."""
-    used = (use for use in loose if (tensor := use.tensor()) is not None and tensor.is_leaf and id(tensor) in tensors)
-    return "\n".join(dict.fromkeys(_USES_GRADIENT.format(_at(use.line)) for use in used))
+def gradients_of(loose: Iterable[Use], reads: Reads, tensors: Set[int], known: Mapping[str, Tensor]) -> str:
+    """Return which lines, or variables, lead to tensors with these ids, "" if none: the loop may give them a gradient.
+
+    Args:
+        loose: what operations have used.
+        reads: of tensors that the code has used in no operation, the variables.
+        tensors: the ids.
+        known: the tensors of the state, whose gradients are compared.
+    """
+    left = tensors - set(map(id, known.values()))
+    if not left:
+        return ""
+    used = [(use.tensor(), _at(use.line)) for use in loose]
+    used += [
+        (tensor, f"the variable {path} - ")
+        for path, value in reads.places_and_values()[1]
+        for tensor in tensors_in(value)
+    ]
+    lines = (where for tensor, where in used if tensor is not None and tensor.is_leaf and id(tensor) in left)
+    return "\n".join(_USES_GRADIENT.format(where) for where in dict.fromkeys(lines))
 
 
 def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:

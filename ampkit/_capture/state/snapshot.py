@@ -2,14 +2,14 @@
 
 import random
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch.device.rnn_dropout import put_back
-from ..._torch.tensors.tensors import local_shard, version, versions
+from ..._torch.tensors.tensors import local_shard, version
 from .state import TrainingState
 from .walk import Walk
 
@@ -66,25 +66,6 @@ class Snapshot:
             random.setstate(self._of_python)
         if self._of_numpy is not None:
             self._numpy.set_state(self._of_numpy)
-
-
-def untouched(tensors: Sequence[Tensor], generators: Sequence[torch.Generator]) -> Callable[[], bool]:
-    """Return what tells later whether these tensors, their gradients and all generators are as they are now.
-
-    Of tensors it compares how often they were changed, which a write through `.data` hides. Sync: none.
-    """
-    leaves, drawing = [tensor for tensor in tensors if tensor.is_leaf], all_generators(generators)
-    counts, states = versions(tensors), [generator.get_state() for generator in drawing]
-    grads = [leaf.grad for leaf in leaves]
-
-    def is_untouched() -> bool:
-        return (
-            versions(tensors) == counts
-            and all(leaf.grad is grad for leaf, grad in zip(leaves, grads, strict=True))
-            and all(torch.equal(each.get_state(), state) for each, state in zip(drawing, states, strict=True))
-        )
-
-    return is_untouched
 
 
 def all_generators(generators: Sequence[torch.Generator]) -> list[torch.Generator]:

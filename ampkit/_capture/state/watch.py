@@ -6,7 +6,7 @@ import gc
 import operator
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from types import MethodType
 from typing import Any, Generic, Protocol, TypeVar
@@ -271,6 +271,7 @@ class StateWatch(Generic[_G]):
         self._filled: list[Any] = [_NOT_FILLED]  # the learning rates that the tensors were filled with
         self._walk: Walk | None = None
         self._walked = 0
+        self._strangers: list[Tensor] = []  # parameters of the optimizers that are not the model's
         self._seen: tuple[Look, _G] | None = None
 
     @abstractmethod
@@ -331,6 +332,7 @@ class StateWatch(Generic[_G]):
         Learning rates, which graphs read from tensors, are brought up to date. Every call does this. Sync: none.
         """
         self.refresh_rates()
+        refuse_gradients(self._strangers)
         if self.rnn_dropout.device is not None:
             self.rnn_dropout.look()
         if self._seen is not None and len(self.modules) == self._walked:
@@ -350,6 +352,7 @@ class StateWatch(Generic[_G]):
             bare = [] if self._bare is None else list(self._bare.parameters())
             for param in bare:
                 param.grad = None
+            self._strangers = [] if self._bare is None else strangers(self.optimizers, self._walk.tensors)
             look = Look(self._walk, self, bare)
             now = self._described(look)
         self._seen = look, now
@@ -360,6 +363,24 @@ class StateWatch(Generic[_G]):
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _gradient: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 _code_and_defaults = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def strangers(optimizers: Iterable[torch.optim.Optimizer], known: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters of optimizers that are not among the tensors of the modules."""
+    ours = set(map(id, known))
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    return [param for group in groups for param in group["params"] if id(param) not in ours]
+
+
+def refuse_gradients(params: Sequence[Tensor]) -> None:
+    """Raise a `ValueError` if one of these parameters, which are not the model's, has a gradient."""
+    for param in params:
+        if param.grad is not None:
+            raise ValueError(
+                f"graphed_step(optimizer): since the step was made it has got a parameter of shape "
+                f"{tuple(param.shape)} that is not the model's, and that has a gradient, which the step would not set "
+                "to None. Put it into the model, as an nn.Parameter. No optimizer step was done."
+            )
 
 
 def packs_saved_tensors() -> bool:

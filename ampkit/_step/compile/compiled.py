@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..._capture.engine.layouts import MAX_LAYOUTS
 from ..._capture.keys.inputs import Spec, read_batch
-from ..._capture.state.snapshot import Snapshot, untouched
+from ..._capture.state.snapshot import Snapshot
 from ..._capture.state.state import TrainingState
 from ..._errors import CaptureError
 from ..._optimizer.device_step import Prepared
@@ -24,12 +24,10 @@ from ..._text import dtype_name
 from ..._torch.compile import (
     Compiler,
     call_compiled,
-    is_compilers,
     notice_compiled_code,
     uncompiled_call,
     untraced,
 )
-from ..._torch.device.streams import is_capturing
 from ..._torch.tensors.modules import hook_tables, is_of_torch
 from ..._torch.tensors.tensors import versions
 from ..._undo import Undo, replace
@@ -215,31 +213,8 @@ class CompiledTrainingStep(TrainingStep):
         if layout.problem:
             return super()._forward_and_backward(args, kwargs)
         if layout.ready:
-            return self._pass_of_known_layout(layout, args, kwargs)
+            return self._compiled_pass(layout, args, kwargs)
         return self._compile(layout, args, kwargs)
-
-    def _pass_of_known_layout(
-        self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Any]:
-        """Do forward and backward as compiled code, which torch compiles again where Python code changes its way.
-
-        Nobody has a copy of the state then. So if that fails, they are done without the compiler only as long as
-        nothing was done yet. Of several ranks the others would wait.
-        """
-        if is_capturing() or self._compilations.raises or self.ranks.several:
-            return self._compiled_pass(layout, args, kwargs)
-        model = self._model
-        tensors = [*model.parameters(), *self._known, *model.buffers(), *self.gradients.values()]
-        is_untouched = untouched(tensors, self._generators)
-        try:
-            return self._compiled_pass(layout, args, kwargs)
-        except Exception as error:
-            if not is_compilers(error) or not is_untouched():
-                raise
-            outputs = self._uncompiled(layout, args, kwargs, error)
-            layout.ready = False
-            self._compilations.say_left_out(layout.problem)
-            return outputs
 
     def _compile(self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """Do forward and backward as compiled code for the first time."""
@@ -255,7 +230,12 @@ class CompiledTrainingStep(TrainingStep):
             # Once more without the compiler, from the state before the call. If that raises too, it was not the
             # compiler that failed: the error is the user's, and the next call compiles.
             restore()
-            outputs = self._uncompiled(layout, args, kwargs, error)
+            layout.problem = f"forward and backward, since {why_failed(error)}"
+            try:
+                outputs = super()._forward_and_backward(args, kwargs)
+            except BaseException:
+                layout.problem, layout.call = "", None
+                raise
             if self._compilations.raises:
                 restore()
                 problem, layout.problem, layout.call = layout.problem, "", None
@@ -269,17 +249,6 @@ class CompiledTrainingStep(TrainingStep):
         del outputs
         restore()
         return self._compiled_pass(layout, args, kwargs)
-
-    def _uncompiled(
-        self, layout: "CompiledLayout", args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-    ) -> tuple[Tensor, Any]:
-        """Do forward and backward without the compiler, which has failed. An error is the user's."""
-        layout.problem = f"forward and backward, since {why_failed(error)}"
-        try:
-            return super()._forward_and_backward(args, kwargs)
-        except BaseException:
-            layout.problem, layout.call = "", None
-            raise
 
     def _restorer(self, layout: "CompiledLayout") -> Callable[[], None]:
         """Return a function that puts back all that forward and backward change."""

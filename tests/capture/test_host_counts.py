@@ -11,6 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit._torch.tensors.host_counts import counts_of, with_counts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+
+
+def scattered(x: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the gradient of what `masked_scatter` takes from a tensor of this shape."""
+    source = torch.zeros(shape, device=x.device, requires_grad=True)
+    return torch.autograd.grad(torch.zeros_like(x).masked_scatter(mask, source), source, x)[0]
+
+
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "rows": lambda x, rows, all_of_it: x[rows],
     "columns": lambda x, rows, all_of_it: x[:, all_of_it[0], None],
@@ -25,6 +33,10 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "selected of one row": lambda x, rows, all_of_it: x[0].masked_select(all_of_it),
     "selected of a number": lambda x, rows, all_of_it: x[0, 0].masked_select(rows[0]),
     "selected of nothing": lambda x, rows, all_of_it: x[:0].masked_select(all_of_it[0]),
+    "scattered": lambda x, rows, all_of_it: scattered(x, all_of_it, x.shape),
+    "scattered of rows": lambda x, rows, all_of_it: scattered(x, rows[:, None], (7, 5)),
+    "scattered of nothing": lambda x, rows, all_of_it: scattered(x, x > 9, (2, 3)),
+    "scattered to nothing": lambda x, rows, all_of_it: scattered(x, x > 9, (0, 3)),
     "places": lambda x, rows, all_of_it: all_of_it.nonzero(),
     "places of a number": lambda x, rows, all_of_it: rows[0].nonzero(),
     "where": lambda x, rows, all_of_it: torch.where(all_of_it)[1],

@@ -147,7 +147,15 @@ def item_of_constants(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return h.reshape(int(torch.full((), 2, device=h.device)), -1, 4).reshape(-1, 4) * wide
 
 
-@pytest.mark.parametrize("ask", [size_of_constants, item_of_constants], ids=lambda ask: ask.__name__)
+def item_of_constants_on_the_host(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = torch.prod(torch.tensor(list(h.shape)))  # on the host, on any device
+    return h * int(torch.ones((), device=h.device, dtype=torch.int64) * rows)
+
+
+CONSTANTS = [size_of_constants, item_of_constants, item_of_constants_on_the_host]
+
+
+@pytest.mark.parametrize("ask", CONSTANTS, ids=lambda ask: ask.__name__)
 def test_numbers_of_constants(engine: Engine, ask: Any) -> None:
     """D3: a number that is always the same is read in the calls before the capture, and then known."""
     expected, _, _ = trained(ask, (engine[0], "off"))
@@ -162,6 +170,11 @@ def selects(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     h = h.clone()
     h[rows] = h[rows] * 2.0 + h[rows, :].sum()
     return h + h.masked_select(mask).mean() + h[:, mask[0]].sum(1, keepdim=True)
+
+
+def scatters(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = mask[:, 2:3]  # all of them, or none
+    return h.masked_scatter(rows, h.flip(0) * 2) + h.masked_scatter(mask, h.repeat(2, 1) * 3)
 
 
 def lists(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
@@ -200,7 +213,7 @@ def often_other(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return h * (y + 2**62)[0].item() / 2**62 + sum(map(Tensor.item, y))
 
 
-@pytest.mark.parametrize("ask", [selects, lists, sizes, places, kept_numbers], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [selects, scatters, lists, sizes, places, kept_numbers], ids=lambda ask: ask.__name__)
 def test_whole_numbers_are_asked_ahead(engine: Engine, ask: Any) -> None:
     """D3: numbers that Python or an operation reads, as sizes or in a list, choose the graph; also in the backward."""
     expected, _, _ = trained(ask, (engine[0], "off"))
@@ -490,7 +503,11 @@ def keeps_an_answer(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return h * 0.5 if before else h
 
 
-NUMBERS = [of_a_compared_number, of_a_compared_weight, of_a_float]
+def of_a_scatter(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    return h.masked_scatter(h > 0, h * 2)
+
+
+NUMBERS = [of_a_compared_number, of_a_compared_weight, of_a_float, of_a_scatter]
 RARELY = [of_weights, of_a_compared_loss, of_equal_weights, of_close_weights, of_what_was_kept, of_uninitialized_memory]
 OFTEN = [of_a_buffer, of_random_numbers, of_changed_input]
 

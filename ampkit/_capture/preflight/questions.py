@@ -171,11 +171,21 @@ class QuestionRecorder:
         if None in sources or not all(call.made_at):
             return
         if any(tensor.device.type != self._device.type for tensor in results):
+            self._note_on_host(call, sources)
             return
         number = len(self._operations)
         self._operations.append((op, self._noted(call.args), self._noted(call.kwargs), len(results), sources))
         for i, (tensor, address) in enumerate(zip(results, call.made_at, strict=True)):
             self._made.setdefault(address, {})[_geometry(tensor)] = _Made(number, i)
+
+    def _note_on_host(self, call: OperationCall, sources: list[_Source | None]) -> None:
+        """Take note of numbers that were computed on the host, beside the device of the step, of constants alone."""
+        if any(source is not None and self._of_input(source) for source in sources):
+            return
+        for tensor, address in zip(call.made, call.made_at, strict=True):
+            if tensor.is_cpu and tensor.numel() <= MOST_ENTRIES:
+                held = Held(content_of(tensor), tensor.clone())
+                self._made.setdefault(address, {})[_geometry(tensor)] = held
 
     @contextmanager
     def asking(self) -> Iterator[None]:

@@ -200,6 +200,11 @@ def _repeats(call: OperationCall, watched: Watched) -> Iterator[Problem]:
         yield Problem("repeat_interleave waits for the device to count its result", "Pass output_size=.")
 
 
+def _scatters(call: OperationCall, watched: Watched) -> Iterator[Problem]:
+    if watched.has(call.args):  # aten/src/ATen/native/TensorAdvancedIndexing.cpp: it calls masked_select
+        yield Problem("masked_scatter waits for the device in its backward: it selects by its mask", _SCATTER)
+
+
 def _indexes(call: OperationCall, watched: Watched) -> Iterator[Problem]:
     indices = tensors_in(call.args[1])
     if not watched.has(call.args[0]):
@@ -259,6 +264,7 @@ def _draws(call: OperationCall, watched: Watched) -> Iterator[Problem]:
 
 _Check = Callable[[OperationCall, Watched], Iterator[Problem]]
 _COMPARE = "Use (a == b).all() or torch.isclose(a, b).all(), which stay on the device as tensors."
+_SCATTER = "Compute the mask from the batch alone, or write torch.where with the source in the shape of the mask."
 _DECIDE = "Compute both, and choose with torch.where, which stays on the device."
 _INSTEAD = {
     ("bincount",): "Write torch.zeros(n, device=x.device).index_add_(0, x, weights), with a number n that is known.",
@@ -276,6 +282,7 @@ _CHECKS: dict[object, _Check | None] = {
     **dict.fromkeys(INDEXING, _indexes),
     **dict.fromkeys(("_to_copy", "to", "copy_", "copy", "_foreach_copy_", "_foreach_copy", "lift_fresh"), _copies),
     "repeat_interleave": _repeats,
+    "masked_scatter_backward": _scatters,
     **dict.fromkeys(("cond", "while_loop"), _decides),
     **dict.fromkeys(_CTC, _aligns),
     "_grouped_mm": _groups,

@@ -2,6 +2,7 @@
 with these numbers as arguments, which read nothing.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ _COUNT: Any = private(torch.ops.aten, "count_nonzero").default
 _REPEAT: Any = private(torch.ops.aten, "repeat_interleave").Tensor
 _PLACES: Any = private(torch.ops.aten, "nonzero_static").default
 _SELECT: Any = private(torch.ops.aten, "index").Tensor
+# The gradient of what `masked_scatter` puts in place: a selection within, which no dispatch mode sees.
+_SCATTERED: Any = private(torch.ops.aten, "masked_scatter_backward").default
 _MASKS = (torch.bool, torch.uint8)  # dtypes of indices that are masks
 _WHOLE = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
@@ -64,6 +67,8 @@ def counts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[C
         return (Count(args[0]),)
     if name in ("nonzero", "masked_select") and not kwargs:
         return (Count(args[-1], _COUNT),)
+    if op is _SCATTERED:
+        return (Count(args[1], _COUNT),)
     if op is _REPEAT:
         return (Count(args[0], _sum_of_repeats),) if kwargs.get("output_size") is None else ()
     if name not in INDEXING or any(tensor.device != args[0].device for tensor in tensors_in(args[1:3])):
@@ -81,15 +86,24 @@ def with_counts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: 
     if name == "nonzero":
         return _places(args[0], counts[0])
     if name == "masked_select":
-        tensor, mask = torch.broadcast_tensors(torch.atleast_1d(args[0]), torch.atleast_1d(args[1]))
-        repeated = mask.numel() // max(1, args[1].numel())
-        return _SELECT(tensor, _places(mask, counts[0] * repeated).unbind(1))
+        return _selected(args[0], args[1], counts[0])
+    if op is _SCATTERED:  # as at::native::masked_scatter_backward_symint
+        selected = _selected(args[0], args[1], counts[0])
+        return torch.cat((selected, selected.new_zeros(math.prod(args[2]) - len(selected)))).view(args[2])
     left, masks = iter(counts), counted_masks(args)
     indices: list[Tensor | None] = []
     for index in args[1]:
         is_mask = any(index is mask for mask in masks)
         indices += _places(index, next(left)).unbind(1) if is_mask else [index]
     return op(args[0], indices, *args[2:], **kwargs)
+
+
+def _selected(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return `tensor.masked_select(mask)`, with a mask in which this many are true. On CUDA nothing waits."""
+    given, places = torch.broadcast_tensors(torch.atleast_1d(tensor), torch.atleast_1d(mask))
+    repeated = places.numel() // max(1, mask.numel())
+    selected: Tensor = _SELECT(given, _places(places, count * repeated).unbind(1))
+    return selected
 
 
 def _places(mask: Tensor, count: int) -> Tensor:

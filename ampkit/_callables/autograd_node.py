@@ -1,5 +1,6 @@
 """A replayed forward pass as a node of the caller's autograd graph, and how long its activations are needed."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .._capture.graph.graph import Graph
 from .._capture.keys.placement import empty_like, is_dense, place_of
+from .._errors import CaptureWarning
 from .._torch.autograd.autograd import keeps_graph
 from .._torch.tensors.tensors import foreach_copy_, version
 from .._undo import call
@@ -28,6 +30,7 @@ class GraphedPasses:
     _forward: Graph
     _backward: Graph  # not captured if no output requires grad
     _last: "weakref.ref[_ForwardReplay] | None" = None
+    _has_warned: bool = False
 
     @property
     def pending(self) -> bool:
@@ -81,6 +84,12 @@ class GraphedPasses:
         replay.done = self.is_last(given)
         copies = dict(zip(found, _copies(list(found.values()), self.memory_for(found)), strict=True))
         return [copies.get(j) for j in range(len(wanted))]
+
+    def check_autocast(self) -> None:
+        """Warn once if a backward pass begins under autocast, because the graph casts nothing."""
+        if torch.is_autocast_enabled(self.shared.device.type) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_AUTOCAST, CaptureWarning, stacklevel=3)
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay; return the gradients that are wanted, by number, which the next replay overwrites.
@@ -142,6 +151,7 @@ class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graphed, wanted = ctx.replay.graphed, ctx.needs_input_grad[2:]
+        graphed.check_autocast()
         with torch.no_grad():
             returned = graphed.shared.in_turn(call, graphed.backward, ctx.replay, grads, wanted)
         if torch.is_grad_enabled():  # create_graph=True
@@ -194,6 +204,11 @@ _OVERWRITTEN = (
     "make_graphed_callables: backward for a second time through a call whose activations are gone, because a later "
     "call was replayed or the callable was closed. Pass retain_graph=True to the first backward: calls are eager until "
     "the second one."
+)
+_AUTOCAST = (
+    "make_graphed_callables: backward begins under autocast, and its graph was captured without. In eager calls "
+    "autocast casts in backward, too, as for the matrix products of attention, so gradients may have other bits here. "
+    "Leave the autocast region before backward."
 )
 _RECORDING = (
     "make_graphed_callables: backward while another thread captures a callable. Both would use one workspace of cuBLAS "

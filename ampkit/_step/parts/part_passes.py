@@ -1,9 +1,10 @@
 """One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..._capture.graph.graph import EmulatedGraph, Graph
 from ..._capture.graph.pool import no_recompile
 from ..._capture.keys.inputs import StaticInputs
 from ..._capture.keys.placement import empty_like, once, place_of
+from ..._capture.state.watch import autocast
 from ..._errors import CaptureError
 from ..._torch.autograd.autograd import graph_nodes, keeps_graph
 from ..._torch.autograd.backward_thread import run_backwards_here
@@ -37,6 +39,32 @@ _OTHER_WEIGHTS = (
 )
 
 
+class Context(NamedTuple):
+    """What decides which kernels a backward pass runs, beside gradients and what autograd has saved.
+
+    Function modes do not: autograd leaves those around `backward` before it begins.
+    """
+
+    autocast: tuple[torch.dtype | None, torch.dtype | None]
+    keeps_casts: bool
+    settings: list[Any]
+
+    @classmethod
+    def now(cls) -> "Context":
+        """Return the context of the code that calls this."""
+        return cls(autocast(), torch.is_autocast_cache_enabled(), settings())
+
+    @contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """Context in which autocast is as it was then."""
+        with Undo() as undo:
+            for kind, dtype in zip(("cuda", "cpu"), self.autocast, strict=True):
+                again = torch.autocast(kind, dtype, dtype is not None, self.keeps_casts)
+                again.__enter__()
+                undo.note(again.__exit__, None, None, None)
+            yield
+
+
 class PartPasses(Passes):
     """A module's forward and backward pass, in which every addition of gradients is in the order of the eager step.
 
@@ -49,6 +77,9 @@ class PartPasses(Passes):
     saved them, and that of all that autograd has saved behind the backward pass.
 
     Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
+
+    Operations of a backward pass are autocast if autocast is on where the caller begins it: within a loss function, as
+    `torch.autograd.grad` often is, or a `backward` behind it is not. So each one takes the autocast of its caller.
 
     The arguments are those of `Passes`, and the call as a survey has seen it. Its operations must be those of this one.
     Without grad mode there is no backward pass.
@@ -179,7 +210,7 @@ class PartPasses(Passes):
         for j, edges in enumerate(self._edges):
             for node, place in edges if len(edges) > 1 else ():
                 by_node.setdefault(node, []).append((place, j))
-        with self._aliased(), Undo() as undo, torch.autocast(self._device.type, enabled=False):
+        with self._aliased(), Undo() as undo:
             for node, places in by_node.items():  # of a source that is used several times, each use gives its gradient
                 undo.note(node.register_hook(partial(note, places)).remove)
             sums = torch.autograd.grad(
@@ -219,7 +250,8 @@ class PartPasses(Passes):
             self._check_same(known)
             if slots != self.slots:
                 raise CaptureError("it used its inputs and parameters in another way each time.")
-            self.backward()
+            with torch.autocast(self._device.type, enabled=False):  # so that it leaves no casts to the caller
+                self.backward()
         for j, grad in zip(self.slots, self.grads, strict=True):
             # The gradient of a parameter gets the parameter's strides in any case.
             if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
@@ -255,12 +287,12 @@ class GraphedPart(GraphedPasses):
     """The two graphs of one call of a module in a step. The time that they take is added to that of `name`.
 
     A backward pass is eager before its graph is captured, or if gradients come with another layout than at the capture,
-    or if the graph would overwrite what is still needed: another backward pass is to follow, of this part or of others
-    that came before it when they were captured.
+    or if autocast or settings of torch are others than in the backward pass that was captured, or if the graph would
+    overwrite what is still needed: another backward pass is to follow, of this part or of others that came before it
+    when they were captured.
 
     Attributes:
-        first_backward: the number of a backward pass that is to be captured, and the settings of torch in it; None if
-            there is none.
+        first_backward: the number of a backward pass that is to be captured, and its context; None if there is none.
     """
 
     def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, name: str) -> None:
@@ -270,19 +302,21 @@ class GraphedPart(GraphedPasses):
         self.forward_number: int = memory.number()
         self.backward_number: int = 0
         self.lets_go: bool = True
-        self.first_backward: tuple[int, Any] | None = None
+        self.first_backward: tuple[int, Context] | None = None
+        self._context: Context | None = None  # of the backward pass that is captured
 
     def capture_backward(self) -> None:
         """Capture the backward pass, behind the call in which it has run for the first time."""
         assert self.first_backward is not None  # it has run
         _, known = self.first_backward
         self.first_backward = None
-        with torch.no_grad():  # as in a backward pass
-            same = known == settings()
-        if not same:
-            raise CaptureError("settings of torch are others in its backward than behind the step.")
-        self._backward = self._memory.graph()
-        self._part.capture_backward(self._backward, self._memory, lets_go=self.lets_go)
+        with known.autocasting():
+            with torch.no_grad():  # as in a backward pass
+                same = known == Context.now()
+            if not same:
+                raise CaptureError("settings of torch are others in its backward than behind the step.")
+            self._backward, self._context = self._memory.graph(), known
+            self._part.capture_backward(self._backward, self._memory, lets_go=self.lets_go)
         self.backward_number, self._has_backward = self._memory.number(), True
 
     def _replay(self, leaves: list[Any]) -> Any:
@@ -303,6 +337,9 @@ class GraphedPart(GraphedPasses):
         """Return the inputs and parameters that `backward` returns gradients of: one as often as it is used."""
         sources = super().sources(leaves)
         return [sources[j] for j in self._part.slots]
+
+    def check_autocast(self) -> None:
+        """Backward takes the autocast of its caller."""
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay, or run eagerly; return the gradients that are wanted, by number."""
@@ -325,11 +362,11 @@ class GraphedPart(GraphedPasses):
         if not self._has_backward:
             self.lets_go &= not keeps_graph()
             if fits and self.first_backward is None:
-                self.first_backward = self._memory.backward_passes(), settings()
+                self.first_backward = self._memory.backward_passes(), Context.now()
             return False
         if self.lets_go and (keeps_graph() or self._part.saved.is_free):
             return False
-        return fits and self._memory.is_free_behind(self)
+        return fits and self._memory.is_free_behind(self) and self._context == Context.now()
 
     def memory_for(self, grads: dict[int, Tensor]) -> list[Tensor | None]:
         """Return where to copy each of these gradients: those of parameters where they will be kept, if that can be."""

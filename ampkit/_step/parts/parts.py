@@ -15,18 +15,16 @@ from ..._capture.graph.timing import Shares
 from ..._capture.keys.inputs import BatchReader, flatten
 from ..._capture.state.kept_gradients import KeptGradients
 from ..._capture.state.walk import Walk
-from ..._capture.state.watch import autocast
 from ..._errors import CaptureError, InputMismatch
 from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
 from ..._torch.tensors.modes import function_modes, modes, within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables
-from ..._torch.tensors.settings import settings
 from ..._undo import Undo, replace
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import ModuleCall, ModuleLayout
 from .part_memory import PartMemory
-from .part_passes import GraphedPart, PartPasses
+from .part_passes import Context, GraphedPart, PartPasses
 
 
 class PartReport(NamedTuple):
@@ -245,4 +243,4 @@ CHANGED = "a hook was registered in a captured module, or removed, or a module w
 
 def _context() -> tuple[Any, ...]:
     """Return what decides which kernels a module runs, beside its input and its own state."""
-    return autocast(), settings(), tuple(map(type, function_modes()))
+    return Context.now(), tuple(map(type, function_modes()))

@@ -13,18 +13,20 @@ from ..._callables.passes import Passes, replace_forward, undone
 from ..._capture.graph.graph import describe_failure
 from ..._capture.graph.timing import Shares
 from ..._capture.keys.inputs import BatchReader, flatten
-from ..._capture.state.kept_gradients import KeptGradients
 from ..._capture.state.walk import Walk
+from ..._capture.state.watch import autocast
 from ..._errors import CaptureError, InputMismatch
 from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
 from ..._torch.tensors.modes import function_modes, modes, within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables
+from ..._torch.tensors.settings import settings
 from ..._undo import Undo, replace
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import ModuleCall, ModuleLayout
-from .part_memory import PartMemory
-from .part_passes import Context, GraphedPart, PartPasses
+from .part_passes import GraphedPart, PartMemory, PartPasses
+
+_WARM_UP = 2  # passes before a capture
 
 
 class PartReport(NamedTuple):
@@ -83,27 +85,14 @@ class Parts:
         return hooks + [id(table.get("forward")) for table in self._tables if "training" in table]
 
     @contextmanager
-    def installed(self, kept: KeptGradients | None, shares: Shares | None = None) -> Iterator[None]:
-        """Context for the forward and backward of one step. With `shares`, the time of each part is measured.
-
-        Gradients of parameters are made where they will be kept, if that can be.
-        """
+    def installed(self, shares: Shares | None = None) -> Iterator[None]:
+        """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
         with self._runs.installed(), Undo() as undo:
             replace(undo, self.memory, "shares", shares)
-            replace(undo, self.memory, "kept", kept)
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             undo.note(self.memory.end_call)
             yield
-            self._capture_backwards()
-
-    def _capture_backwards(self) -> None:
-        """Capture the backward passes that have run for the first time, in their order."""
-        waiting = {part.first_backward: part for part in self.all if part.first_backward is not None}
-        for number in sorted(waiting):
-            waiting[number].capture_backward()
-        if waiting and not self.memory.emulated:
-            torch.cuda.empty_cache()  # what the calls before have needed
 
     def reports(self) -> list[PartReport]:
         """Return what happened to the calls."""
@@ -190,45 +179,26 @@ class _GraphedModule:
         return "" if held else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
-        """Capture the forward pass."""
-
-        def capture() -> None:
-            passes = PartPasses(original, self.call, static_inputs(self._layout.spec, leaves), self._memory.device)
-            forward = self._memory.graph()
-            passes.capture_forward(forward, self._memory)
-            self._graphs = GraphedPart(self._memory, passes, forward, self.call.name or "the model")
-
-        self._try(capture)
-        if not self.failure:
-            self._context, self._walk = _context(), Walk({"": self.call.module})
-            # What the graphs hold of the module, beside the objects.
-            self._held = self._walk.addresses(), self._walk.layouts(), self._walk.flags()
-
-    def _try(self, capture: Callable[[], None]) -> None:
-        """Capture a pass. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
+        """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
+        layout, module, device = self._layout, self.call.module, self._memory.device
         with Undo() as undo:
             undo.note(modes())
             try:
-                with Undo() as draws, undone(list(self.call.module.modules()), self._memory.device) as rebound:
+                with Undo() as draws, undone(list(module.modules()), device) as rebound:
                     for generator in self._memory.generators:
                         draws.note(generator.set_state, generator.get_state())
-                    capture()
+                    inputs = static_inputs(layout.spec, leaves)
+                    passes = PartPasses(original, self.call, inputs, device)
+                    graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
                     if names := rebound():
                         raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
+                self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
+                self._context, self._walk = _context(), Walk({"": module})
+                # What the graphs hold of the module, beside the objects.
+                self._held = self._walk.addresses(), self._walk.layouts(), self._walk.flags()
             except Exception as error:  # whatever the user's code raises when it is called once more
                 self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
             undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
-
-    @property
-    def first_backward(self) -> int | None:
-        """The number of a backward pass that has run and is to be captured; None if there is none."""
-        first = None if self._graphs is None else self._graphs.first_backward
-        return None if first is None else first[0]
-
-    def capture_backward(self) -> None:
-        """Capture the backward pass."""
-        assert self._graphs is not None  # it has run
-        self._try(self._graphs.capture_backward)
 
     def reset(self) -> None:
         """Free the graphs."""
@@ -243,4 +213,4 @@ CHANGED = "a hook was registered in a captured module, or removed, or a module w
 
 def _context() -> tuple[Any, ...]:
     """Return what decides which kernels a module runs, beside its input and its own state."""
-    return Context.now(), tuple(map(type, function_modes()))
+    return autocast(), settings(), tuple(map(type, function_modes()))

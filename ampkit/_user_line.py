@@ -33,6 +33,7 @@ _WRAPPERS = {
     __file__,
     f"{TORCH}_compile.py",
     f"{TORCH}_dynamo{os.sep}eval_frame.py",
+    os.path.join(f"{TORCH}_functorch", "_aot_autograd", "runtime_wrappers.py"),  # a mode, in the first run of its code
     warnings.catch_warnings.__init__.__code__.co_filename,
 }
 # Files with functions that enter a context on behalf of their caller.

@@ -183,7 +183,6 @@ VARYING: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "random indices": lambda net, y: y[:, torch.randint(4, (4,))],
     "a long list as an index": lambda net, y: y[:, net.order * 20].sum(),
     "a mask as an index": lambda net, y: y[:, net.places > 1].sum(),
-    "a list of truths as an index": lambda net, y: y[:, [True, False, False, True]].sum(),
     "a large index": lambda net, y: y[:, net.large.long()].sum(),
     "a long list": lambda net, y: torch.tensor(net.many, device=y.device)[:4],
     "a long list on the host": lambda net, y: torch.tensor(net.many)[:4].to(y.device),

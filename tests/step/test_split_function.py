@@ -440,3 +440,49 @@ def test_a_reason_is_said_once(engine: Engine) -> None:
         assert text.count("to read a value") == 1
         assert text.count("no module can be captured by itself") == 1
     train.close()
+
+
+class Attends(nn.Module):
+    """Attention, whose backward casts under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.1, "gelu", batch_first=True)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.attention(x))
+
+
+def gradients_under_autocast(device: str, graph: str, dtype: torch.dtype) -> tuple[list[Any], Any]:
+    torch.manual_seed(1)
+    nets = nn.ModuleList([Attends(), Attends()]).to(device)
+    weights = [nets[0].block.first.weight, nets[0].attention.self_attn.in_proj_weight]
+    optimizer = torch.optim.AdamW(nets.parameters(), lr=1e-2, fused=True)
+
+    @ampkit.graphed(modules=(nets,), optimizers=(optimizer,), graph=graph)
+    def step(x: Tensor) -> list[Tensor]:
+        with torch.autocast(device, dtype):
+            hidden = nets[0](x)
+            loss = nets[1](hidden / max(hidden.detach().abs().mean().item(), 1e-3)).float().square().mean()
+            grads = torch.autograd.grad(loss, weights, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach(), *grads]
+
+    torch.manual_seed(2)
+    made = (torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(i)).to(device) for i in range(12))
+    return [[bits(found) for found in step(x)] for x in made], step.report()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_backward_that_begins_under_autocast(engine: Engine, dtype: torch.dtype) -> None:
+    """R4: `torch.autograd.grad` within the autocast has the bits of an eager call, and so has the step's backward."""
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        expected, _ = gradients_under_autocast(engine[0], "off", dtype)
+        found, report = gradients_under_autocast(*engine, dtype)
+    assert_same(found, expected)
+    assert report.in_parts > 0

@@ -37,11 +37,11 @@ def data_dependent_if(loss: Tensor, x: Tensor) -> None:
 
 
 def nonzero(loss: Tensor, x: Tensor) -> None:
-    x.nonzero()  # HERE
+    (x * loss.detach()).nonzero()  # HERE
 
 
 def boolean_mask(loss: Tensor, x: Tensor) -> None:
-    x[x > 0]  # HERE
+    x[x > loss.detach()]  # HERE
 
 
 def to_cpu(loss: Tensor, x: Tensor) -> None:

@@ -321,7 +321,10 @@ class Preflight(WatchingMode):
             # But it would change how subclasses are dispatched.
             plain = hasattr(op, "overloadpacket") and all(kind is Tensor for kind in kinds)
             with autocast_of_parts(op):
-                result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
+                try:
+                    result = call_from_binding(op_builtin(op), (), args, kwargs) if plain else op(*args, **kwargs)
+                except SystemError:  # it has warned that it waits, and then raised an error
+                    result = op(*args, **kwargs)
         finally:
             waits, self._waits = self._waits, outer
         seconds = time.perf_counter() - start

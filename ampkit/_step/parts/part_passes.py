@@ -98,8 +98,8 @@ class PartPasses(Passes):
     Where an input or a parameter is used more than once, the eager step adds its gradients one by one, together with
     those of uses outside of the module. So the gradient of each use is given out by itself, and autograd adds them.
 
-    The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, the
-    backward pass runs on it eagerly.
+    The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, or
+    the backward pass begins under autocast, as `torch.autograd.grad` in a loss function does, it runs on it eagerly.
 
     Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
 
@@ -149,7 +149,8 @@ class PartPasses(Passes):
 
     def backward(self) -> None:
         """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
-        self.grads = self.gradients_for(self.static)
+        with torch.autocast(self._device.type, enabled=False):
+            self.grads = self.gradients_for(self.static)
 
     def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
         """Warm up and capture both passes, see `Passes.capture`."""
@@ -157,6 +158,10 @@ class PartPasses(Passes):
         if not shared.emulated:  # the graphs keep the memory of the pool, and may share that of the gradients
             self.grads = [grad if grad is None or grad.is_sparse else unowned(grad) for grad in self.grads]
         return graphs
+
+    def begins_under_autocast(self) -> bool:
+        """Return whether autocast is on, which a backward pass takes from the code that begins it."""
+        return torch.is_autocast_enabled(self._device.type)
 
     def gradients_for(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the slots, computed eagerly for these gradients of the differentiable outputs."""
@@ -177,7 +182,7 @@ class PartPasses(Passes):
         for j, edges in enumerate(self._edges):
             for node, place in edges if len(edges) > 1 else ():
                 by_node.setdefault(node, []).append((place, j))
-        with self._aliased(), Undo() as undo, torch.autocast(self._device.type, enabled=False):
+        with self._aliased(), Undo() as undo:
             for node, places in by_node.items():  # of a source that is used several times, each use gives its gradient
                 undo.note(node.register_hook(partial(note, places)).remove)
             sums = torch.autograd.grad(
@@ -282,7 +287,7 @@ class GraphedPart(GraphedPasses):
         """Replay, or run eagerly; return the gradients that are wanted, by number."""
         part = self._part
         with self._memory.measured(self._name):
-            if all(map(_fits, part.static, given)):
+            if all(map(_fits, part.static, given)) and not part.begins_under_autocast():
                 for static, grad in zip(part.static, given, strict=True):
                     if static is not None and grad is not None:
                         once(static).copy_(once(grad), non_blocking=True)

@@ -307,7 +307,7 @@ class FadingPair(Fading):
         return model(x).square().mean() * self.weights[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is .*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is .*deprecated")
 def test_a_number_that_torchscript_makes_a_tensor_of_is_no_state(engine: Engine) -> None:
     """W1: no code of Python keeps it (transformers' DeBERTa). One that is kept and replaced is never stale."""
     device, graph = engine

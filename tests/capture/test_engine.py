@@ -15,7 +15,6 @@ import torch
 from harness import (
     ENGINES,
     OPTIMIZERS,
-    VERSION,
     assert_same,
     boosted_loss,
     deterministic,
@@ -373,7 +372,7 @@ def test_moments_that_begin_anew(says: str, change: Callable[[Any], None], engin
 @pytest.mark.parametrize("engine", ENGINES)
 def test_scripted_modules_are_refused(engine: Engine) -> None:
     """A torch.jit.ScriptModule hides its parameters' places; the message says what to pass instead."""
-    with pytest.warns(FutureWarning if VERSION >= (2, 15) else DeprecationWarning, match=r"torch\.jit\.script"):
+    with pytest.warns((FutureWarning, DeprecationWarning), match=r"torch\.jit\.script"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(ampkit.CaptureError, match=r"model\.0 is a torch\.jit\.ScriptModule.*Pass the module itself"):
         make(engine, model=nn.Sequential(scripted).to(engine[0]))

@@ -142,17 +142,15 @@ class _Calls(UnseenFunctionMode):
             exit_mark(self._marks.pop())
 
 
-_GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
-_USE_GRADIENTS: tuple[Any, ...] = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, Tensor.__deepcopy__)
-_FIRST = "ampkit: first"
-
-
 def _text(leaf: Any) -> str:
     if isinstance(leaf, slice):  # whose `repr` would read the tensors in it
         return " : ".join(map(_text, (leaf.start, leaf.stop, leaf.step)))
     return repr(leaf) if isinstance(leaf, _CONSTANTS) else type(leaf).__name__
 
 
+_GRAD: Any = Tensor.grad  # the descriptor; a function mode receives its methods as the function that is called
+_USE_GRADIENTS: tuple[Any, ...] = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, Tensor.__deepcopy__)
+_FIRST = "ampkit: first"
 _MARK = "ampkit: call "
 _CONSTANTS = (Number, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 

@@ -18,6 +18,7 @@ from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import SourceLocation, real_frame, wraps_operations
 from ..host.constants import MOST_ENTRIES
+from ..host.given_numbers import numbers_in
 from ..host.replaced import replace_here
 from .compared import Compare, ComparedNumber, is_compared_at_once
 from .draw_paths import DrawOperation, DrawPath, Like, NumberRead, Segment, Slot, repeats
@@ -175,7 +176,7 @@ class DrawRecorder:
                 self._constants[call.made_at[0]] = weakref.ref(made), self._repeated(call)
             elif made.numel() <= MOST_ENTRIES:
                 with without_torch_function():
-                    values = tuple(_to_list(made.detach().reshape(-1)))
+                    values = numbers_in(made.detach())
                 again = DrawOperation(_made, (values, made.dtype, tuple(made.shape)), ())
                 self._constants[call.made_at[0]] = weakref.ref(made), again
         elif call.written or not hasattr(call.op, "overloadpacket"):
@@ -289,9 +290,6 @@ def _geometry(tensor: Tensor) -> _Geometry | None:
     if not address:
         return None
     return address, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-_to_list = Tensor.tolist  # the recorder replaces it
 
 
 def _made(values: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

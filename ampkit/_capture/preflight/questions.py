@@ -162,8 +162,7 @@ class QuestionRecorder:
             return
         if op is LIFT_FRESH and results[0].is_cpu and results[0].numel() <= MOST_ENTRIES:
             # Of Python's numbers. On another device it is one of the constants.
-            held = Held(content_of(results[0]), results[0].clone())
-            self._made[call.made_at[0]] = {_geometry(results[0]): held}
+            self._made[call.made_at[0]] = _held(results[0])
             return
         if not (call.kind.repeatable or self._is_given_counts) or call.kind.name.startswith(("empty", "new_empty")):
             return
@@ -184,8 +183,7 @@ class QuestionRecorder:
             return
         for tensor, address in zip(call.made, call.made_at, strict=True):
             if tensor.is_cpu and tensor.numel() <= MOST_ENTRIES:
-                held = Held(content_of(tensor), tensor.clone())
-                self._made.setdefault(address, {})[_geometry(tensor)] = held
+                self._made.setdefault(address, {}).update(_held(tensor))
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -433,6 +431,11 @@ def _of_values(op: Any, sources: list[_Source | None]) -> list[_Source | None]:
 
 def _geometry(tensor: Tensor) -> _Geometry:
     return int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _held(tensor: Tensor) -> dict[_Geometry, _Source]:
+    """Return what a constant on the host is made of: of a copy of its numbers."""
+    return {_geometry(tensor): Held(content_of(tensor), tensor.clone())}
 
 
 def _with_slots(value: Any, slots: dict[int, int]) -> Any:

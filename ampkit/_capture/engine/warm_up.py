@@ -103,7 +103,7 @@ class WarmUp:
         written = [_WRITTEN.format(what) for what in layout.written]
         # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
         problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
-        if self._state.finds_gradients:
+        if self._state.finds_gradients and layout.rehearsal.gradients_of:
             used = gradients_of(layout.loose, self._state.reads, layout.rehearsal.gradients_of, self._state.tensors())
             problem = "\n".join(filter(None, (problem, used)))
         gone = replaced(layout.loose)

@@ -94,8 +94,10 @@ def torchs(case: Case, device: str) -> Callable[[], object]:
     return step
 
 
-def ours(case: Case, device: str, options: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], float]]:
-    """Return one optimizer step, and what makes another one and returns the milliseconds of its second micro-batch."""
+def ours(
+    case: Case, device: str, options: dict[str, Any]
+) -> tuple[Callable[[], object], Callable[[], float], Callable[[], ampkit.Report]]:
+    """Return an optimizer step; what makes one and returns the milliseconds of its second micro-batch; the report."""
     _, step = made(case, device, options)
     batch = case.batch(device, 0)
 
@@ -115,7 +117,7 @@ def ours(case: Case, device: str, options: dict[str, Any]) -> tuple[Callable[[],
             step(*batch)
         return found
 
-    return whole, one
+    return whole, one, step.report
 
 
 def wait(device: str) -> None:
@@ -162,7 +164,7 @@ def main() -> None:
     for name, options in WAYS.items():
         if name not in args.ways:
             continue
-        whole, one = ours(case, device, {"graph": graph, **options})
+        whole, one, report_of = ours(case, device, {"graph": graph, **options})
         rows = timed(whole, device, steps)
         middle, batch_ms = rows[REPEATS // 2], statistics.median(one() for _ in range(9))
         share = 1 - ACCUMULATE * batch_ms / middle
@@ -170,6 +172,8 @@ def main() -> None:
             f"{name:20s} {middle:9.2f} ({rows[0]:.2f} to {rows[-1]:.2f}) {batch_ms:14.2f} {100 * share:10.1f}%",
             flush=True,
         )
+        if name != "graph='off'" and report_of().outcome != "whole":
+            print(report_of())
 
 
 if __name__ == "__main__":

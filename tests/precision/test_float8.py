@@ -638,7 +638,11 @@ def test_what_is_timed(dtype: torch.dtype, compiled: bool, fresh_dynamo: None, m
     leave_out_inductor(monkeypatch)
     compiler = Compiler({}) if compiled else None
     ran: list[Any] = []
-    monkeypatch.setattr(float8_timing, "_graph_ms", lambda run, device: ran.append((run(), run())) or float(len(ran)))
+
+    def runs_twice(runs: Any, device: Any) -> list[float]:
+        return [ran.append((run(), run())) or float(len(ran)) for run in runs]
+
+    monkeypatch.setattr(float8_timing, "_ms_in_turns", runs_twice)
     state = torch.get_rng_state()
     for bias in (False, True):
         layer = float8_timing.TimedLayer(TENSORWISE, (64, 32, 48), bias, dtype)
@@ -649,7 +653,7 @@ def test_what_is_timed(dtype: torch.dtype, compiled: bool, fresh_dynamo: None, m
     def fails(*_: Any) -> float:
         raise torch.OutOfMemoryError("no memory\nat all")
 
-    monkeypatch.setattr(float8_timing, "_graph_ms", fails)
+    monkeypatch.setattr(float8_timing, "_ms_in_turns", fails)
     assert float8_timing.times_of(layer, torch.device("cpu"), None) == "OutOfMemoryError: no memory"
 
 

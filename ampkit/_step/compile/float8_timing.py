@@ -1,7 +1,7 @@
 """How long a Linear layer takes, forward and backward, in float8 and without it."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class TimedLayer(NamedTuple):
 def times_of(layer: TimedLayer, device: torch.device, compiler: Compiler | None) -> tuple[float, float] | str:
     """Return the milliseconds without float8 and with it, each of a graph of its own; or why they are not known.
 
+    Both are timed in turns, so that neither the clock of the device nor other work on it decides.
+
     Args:
         layer: what is timed.
         device: a CUDA device.
@@ -38,7 +40,7 @@ def times_of(layer: TimedLayer, device: torch.device, compiler: Compiler | None)
     """
     forwards: tuple[Float8Forward, ...] = (nn.Linear.forward, float8_forward(layer.recipe))
     try:
-        plain, float8 = (_graph_ms(_run_of(layer, device, compiler, forward), device) for forward in forwards)
+        plain, float8 = _ms_in_turns([_run_of(layer, device, compiler, forward) for forward in forwards], device)
     except RuntimeError as error:  # no memory, no kernel, or nothing that the compiler can do
         return error_line(error)
     return plain, float8
@@ -82,27 +84,30 @@ def _forward(forward: Float8Forward, module: nn.Linear, x: Tensor) -> Tensor:
         return forward(module, x)
 
 
-def _graph_ms(run: Callable[[], None], device: torch.device) -> float:
-    """Return the median of the milliseconds that a graph of this function takes."""
+def _ms_in_turns(runs: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    """Return the medians of the milliseconds that graphs of these functions take. All of them are kept until then."""
     stream = capture_stream(device)
-    graph = CudaGraph(stream, Pool())
+    graphs = [CudaGraph(stream, Pool()) for _ in runs]
+    found: list[list[float]] = [[] for _ in runs]
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.device(device), Undo() as undo:
             run_backwards_here(undo)
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP):
-                    run()
-            graph.capture(run)
-            found: list[float] = []
+            for graph, run in zip(graphs, runs, strict=True):
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UP):
+                        run()
+                graph.capture(run)
             for _ in range(1 + _REPEATS):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                for _ in range(_REPLAYS):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                found.append(start.elapsed_time(end) / _REPLAYS)
-        return statistics.median(found[1:])  # the first ones upload the graph
+                for graph, times in zip(graphs, found, strict=True):
+                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    for _ in range(_REPLAYS):
+                        graph.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(start.elapsed_time(end) / _REPLAYS)
+        return [statistics.median(times[1:]) for times in found]  # the first ones upload the graph
     finally:
-        graph.reset()
+        for graph in graphs:
+            graph.reset()

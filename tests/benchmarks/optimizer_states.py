@@ -1,27 +1,31 @@
 """Weights and optimizer state in bfloat16: bytes per parameter, milliseconds of an update, and graphs beside eager.
 
-    python tests/benchmarks/optimizer_states.py                        on a GPU: 300M parameters in 148 tensors, < 60 s
-    python tests/benchmarks/optimizer_states.py --compile --forms "stochastic rounding"    the same by Inductor, too
-    python tests/benchmarks/optimizer_states.py --forms "torchao, 8-bit states"            a minute or more each
-    python tests/benchmarks/optimizer_states.py --device cpu --tiny    does it run, and are the bits those of eager
+    PYTHONPATH=. python tests/benchmarks/optimizer_states.py --compile    on a GPU: 300M parameters in 148 tensors
+    PYTHONPATH=. python tests/benchmarks/optimizer_states.py --forms kahan "torchao, 8-bit states"
+    PYTHONPATH=. python tests/benchmarks/optimizer_states.py --device cpu --tiny      does it run, and are bits equal
 
 An update is one graph in which AdamW steps all parameters. "foreach" is the update without `compile=`, "Inductor" that
-of `compile="default"`. Both are measured beside torch's fused AdamW on float32. The bytes are those of weights,
-gradients and state, as `ampkit.debug.forecast` says and as the allocator has them. torchao compiles the updates of its
-optimizers itself, for each shape twice; on a CPU, TORCHDYNAMO_DISABLE=1 prevents that.
+of `compile="default"`. Each is the median of repeats, in turns with torch's fused AdamW on float32. The bytes are those
+of weights, gradients and state, as `ampkit.debug.forecast` says and as the allocator has them. torchao compiles the
+updates of its optimizers itself, for each shape twice; on a CPU, TORCHDYNAMO_DISABLE=1 prevents that. On a GPU each
+form has a process of its own: all are set up at once, and measured one after the other, while the others wait.
 """
 
 import argparse
 import gc
 import importlib
 import json
+import os
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from processes import Answer, or_error, remote, serve
 from torch import Tensor, nn
 
 import ampkit
@@ -31,6 +35,7 @@ from ampkit._optimizer.update.state_form import StateForm, set_state_form
 from ampkit._step.compile.compiled import INDUCTOR_OPTIONS
 from ampkit._torch.compile import Compiler
 from ampkit._torch.tensors.tensors import inner_tensors
+from tests.benchmarks.models import repeatable
 
 
 class Form(NamedTuple):
@@ -146,8 +151,8 @@ def forecast_bytes(form: Form, args: argparse.Namespace) -> float:
     return held / sum(param.numel() for param in model.parameters())
 
 
-def update_ms(form: Form, args: argparse.Namespace, *, compiled: bool) -> float:
-    """Return the milliseconds of an update, in a graph on a GPU."""
+def update_of(form: Form, args: argparse.Namespace, *, compiled: bool) -> Callable[[], None]:
+    """Return an update, which is a graph on a GPU."""
     _, optimizer = prepared(form, args)
     scaler = ampkit.GradScaler(args.device, enabled=False)
     groups = CapturableGroups(optimizer, torch.device(args.device))
@@ -166,7 +171,7 @@ def update_ms(form: Form, args: argparse.Namespace, *, compiled: bool) -> float:
             code.run(found)
 
     update()
-    return timed(replayed(update) if args.device == "cuda" else update, args.repeats, args.device)
+    return replayed(update) if args.device == "cuda" else update
 
 
 def replayed(update: Callable[[], None]) -> Callable[[], None]:
@@ -182,23 +187,26 @@ def replayed(update: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def timed(call: Callable[[], object], repeats: int, device: str) -> float:
-    """Return the median of the milliseconds that calls take."""
-    found = []
-    call()
-    for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(1000 * (time.perf_counter() - start))
-    return statistics.median(found)
+def in_turns(calls: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, list[float]]:
+    """Return the milliseconds that calls take."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + repeats):
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            found[name].append(1000 * (time.perf_counter() - start))
+    return {name: times[1:] for name, times in found.items()}
 
 
-def same_bits(form: Form, args: argparse.Namespace, compile: str | None) -> bool:
-    """Return whether ten steps of a small model leave the bits of eager steps in weights, state and random numbers."""
+def bits(form: Form, args: argparse.Namespace, compile: str | None) -> str:
+    """Return in a word whether ten steps of a small model leave the bits of eager ones: weights, state, random numbers.
+
+    It says what became of the graph, if that did not take the whole step.
+    """
     after = []
     for graph in ("off", "auto" if args.device == "cuda" else "emulate"):
         torch.manual_seed(0)
@@ -220,9 +228,51 @@ def same_bits(form: Form, args: argparse.Namespace, compile: str | None) -> bool
         tensors = [*model.parameters(), *state_of(optimizer)]
         random = torch.cuda.get_rng_state() if args.device == "cuda" else torch.get_rng_state()
         after.append([*(tensor.detach().clone() for tensor in tensors), random])
-        assert graph == "off" or step.report().outcome == "whole"
+        outcome = step.report().outcome
         step.close()
-    return all(map(torch.equal, *after))
+    if outcome != "whole":
+        return outcome
+    return "same" if all(map(torch.equal, *after)) else "DIFFER"
+
+
+def row(name: str, args: argparse.Namespace) -> Iterator[Answer]:
+    """Set a form up, and yield; measure it, and yield the row."""
+    form, kinds = FORMS[name], {"foreach": None, "Inductor": "default"}
+    if not args.compile or form.torchao:
+        del kinds["Inductor"]
+    found: Answer = {"form": name}
+    found["forecast B/param"] = round(forecast_bytes(form, args), 3)
+    found["measured B/param"] = round(measured_bytes(form, args), 3)
+    updates = {"fused float32": update_of(FORMS["float32"], args, compiled=False)}
+    for kind, compile in kinds.items():
+        updates[kind] = update_of(form, args, compiled=compile is not None)
+        with repeatable(strict=True):
+            found[f"{kind} bits"] = bits(form, args, compile)
+    yield {"ready": True}
+    times = in_turns(updates, args.repeats, args.device)
+    for kind, own in times.items():
+        found[f"{kind} ms"] = [round(of(own), 3) for of in (statistics.median, min, max)]
+        if kind in kinds:
+            quotients = [ours / fused for ours, fused in zip(own, times["fused float32"], strict=True)]
+            found[f"{kind} / fused"] = round(statistics.median(quotients), 3)
+    yield found
+
+
+def rows(args: argparse.Namespace) -> Iterator[Answer]:
+    """Set all forms up at once, and yield the row of one after the other."""
+    if args.device == "cpu":
+        for name in args.forms:
+            yield [{"form": name} | answer for answer in or_error(row(name, args))][-1]
+        return
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
+    threads = max(1, (os.cpu_count() or 1) // len(args.forms))
+    runs = [remote([*command, name], threads=threads, seconds=args.seconds) for name in args.forms]
+    try:
+        for name, run, first in zip(args.forms, runs, ThreadPoolExecutor(len(runs)).map(next, runs), strict=True):
+            yield {"form": name} | (first if "error" in first else next(run))
+    finally:
+        for run in runs:
+            run.close()
 
 
 def main() -> None:
@@ -231,29 +281,20 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="fewer parameters")
     parser.add_argument("--compile", action="store_true", help="measure compiled updates, too, which takes minutes")
     parser.add_argument("--repeats", type=int, default=20)
-    own = [name for name, form in FORMS.items() if not form.torchao]
-    parser.add_argument("--forms", nargs="+", default=own, choices=FORMS, metavar="FORM", help=", ".join(FORMS))
+    parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=FORMS, metavar="FORM", help=", ".join(FORMS))
+    parser.add_argument("--seconds", type=float, default=400, help="a form that is not set up by then is left out")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--worker", choices=FORMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.blocks, args.width, args.tokens = (1, 16, 50) if args.tiny else (12, 1280, 50304)
-    torch.use_deterministic_algorithms(True)
     warnings.simplefilter("ignore", UserWarning)  # Inductor's own
+    if args.worker:
+        serve(row(args.worker, args))
+        return
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'CPU'}")
-    kinds = {"foreach": None, "Inductor": "default"} if args.compile else {"foreach": None}
-    fused = update_ms(FORMS["float32"], args, compiled=False)
-    print(f"fused AdamW of torch, float32: {fused:.3f} ms")
-    for name in args.forms:
-        form = FORMS[name]
-        row: dict[str, Any] = {"form": name}
-        row["forecast B/param"] = round(forecast_bytes(form, args), 3)
-        row["measured B/param"] = round(measured_bytes(form, args), 3)
-        for kind, compile in list(kinds.items())[: 1 if form.torchao else None]:
-            row[f"{kind} ms"] = round(update_ms(form, args, compiled=compile is not None), 3)
-            row[f"{kind} / fused"] = round(row[f"{kind} ms"] / fused, 2)
-            row[f"{kind} bits"] = "same" if same_bits(form, args, compile) else "DIFFER"
-        print(json.dumps(row) if args.json else "  ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
-    if args.device == "cuda":
-        print(f"peak of all: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    for found in rows(args):
+        text = json.dumps(found) if args.json else "  ".join(f"{key}: {value}" for key, value in found.items())
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

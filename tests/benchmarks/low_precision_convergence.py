@@ -5,8 +5,11 @@
     PYTHONPATH=. python tests/benchmarks/low_precision_convergence.py --small    tiny, on a CPU: does it run
 
 The model is a Llama of width 2048 whose Linear layers, but the head, can be float8. It learns the source of Python's
-standard library. With one seed, all ways have the same initial weights, batches and learning rates. Each step is one
-of `ampkit.graphed_step`, without torch.compile but for the update of 8-bit states, which torchao compiles itself.
+standard library. With one seed, all ways have the same initial weights, batches and learning rates. The rate is that of
+GPT-3 with 175 billion parameters, and like there it falls to a tenth: an update of AdamW is a part of the rate, and
+half the distance of bfloat16 numbers is 6e-5 where a weight is 0.02, so that rounding to nearest undoes most updates.
+Each step is one of `ampkit.graphed_step`, without torch.compile but for the update of 8-bit states, which torchao
+compiles itself.
 
 Each way and seed has a process of its own, many at once on each GPU. It writes its losses to a file in --folder as it
 goes. What is in this folder already is not trained again, so that a run that was cut goes on where --only, or the same
@@ -60,7 +63,8 @@ class Size(NamedTuple):
     held_out: int  # batches
 
 
-LARGE = Size(Width(2048, 2048, 16, 2, 2048, 8, 128), 2000, 3e-4, 64)
+GPT3_RATE = 6e-5  # table 2.1 of arXiv:2005.14165
+LARGE = Size(Width(2048, 2048, 16, 2, 2048, 8, 128), 2000, GPT3_RATE, 64)
 SMALL = Size(Width(64, 64, 2, 2, 64, 2, 16), 60, 3e-3, 4)
 
 
@@ -236,7 +240,7 @@ def run_all(args: argparse.Namespace) -> dict[tuple[str, int], str]:
 
 
 def started(name: str, seed: int, place: str, args: argparse.Namespace) -> "subprocess.Popen[str]":
-    options = ["--small"] * args.small + ["--steps", str(args.size.steps)]
+    options = ["--small"] * args.small + ["--steps", str(args.size.steps), "--rate", str(args.size.rate)]
     command = [sys.executable, __file__, "--train", name, str(seed), "--device", place, "--folder", str(args.folder)]
     environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
     if place == "cpu":
@@ -333,7 +337,7 @@ def report(args: argparse.Namespace, errors: dict[tuple[str, int], str]) -> None
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     size = args.size
     title = f"{size.model.layers} blocks of width {size.model.width}, {size.steps} steps of {size.model.batch} x "
-    title += f"{size.model.length} tokens, {device}, torch {torch.__version__}"
+    title += f"{size.model.length} tokens, rate {size.rate}, {device}, torch {torch.__version__}"
     print(title, table(rows), sep="\n")
     for job in itertools.product(args.only, args.seeds):
         run = runs[job[0]][job[1]]
@@ -360,6 +364,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all")
     parser.add_argument("--together", type=int, help="processes at once on each GPU; default: all")
     parser.add_argument("--steps", type=int, help="how many steps each training has")
+    parser.add_argument("--rate", type=float, help="the highest learning rate")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU, two at once")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and print what there is")
     parser.add_argument("--folder", type=Path, default=Path("convergence"), help="where the losses are written")
@@ -371,7 +376,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     if args.small:
         args.device, args.together = "cpu", args.together or 2
     size = SMALL if args.small else LARGE
-    args.size = size._replace(steps=args.steps or size.steps)
+    args.size = size._replace(steps=args.steps or size.steps, rate=args.rate or size.rate)
     if args.size.steps % CHUNK:
         parser.error(f"--steps {args.steps}: expected a multiple of {CHUNK}")
     return args

@@ -58,4 +58,4 @@ def remote(command: list[str], *, threads: int, seconds: float) -> Iterator[Answ
     finally:
         timer.cancel()
         process.kill()
-        process.wait()
+        process.communicate()  # closes the pipes, too

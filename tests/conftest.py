@@ -4,7 +4,6 @@ import gc
 import importlib
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -143,9 +142,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before, nothing left behind."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")  # the first reset imports Inductor
-        torch.compiler.reset()
+    torch.compiler.reset()
     yield
     torch.compiler.reset()
 

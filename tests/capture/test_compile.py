@@ -12,7 +12,6 @@ import torch
 from harness import (
     ENGINES,
     OPTIMIZERS,
-    allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
@@ -48,7 +47,6 @@ def trajectory(engine: Engine, graph: str, wrap: Callable[[nn.Module], Any], los
 @pytest.mark.parametrize("part", ["model", pytest.param("loss", marks=pytest.mark.seeds)])
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_compiled_in_the_default_mode(engine: Engine, part: str) -> None:
     """A step with a compiled model or loss is captured with the bits of the compiled eager step, for two shapes."""
     backend = "inductor" if engine[0] == "cuda" or part == "model" else "aot_eager"
@@ -102,7 +100,6 @@ def test_activation_checkpointing(engine: Engine, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("part", ["model", "child", "in place", "loss_fn"])
-@allow_inductor_warnings
 @pytest.mark.quick(4)
 def test_cuda_graphs_of_their_own_are_refused(mode: str, part: str) -> None:
     """torch.compile(mode="reduce-overhead") captures by itself: refused with the remedy, fine with graph="off"."""
@@ -126,7 +123,6 @@ def test_cuda_graphs_of_their_own_are_refused(mode: str, part: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("fresh_dynamo")
-@allow_inductor_warnings
 def test_a_compilation_within_the_capture_is_refused() -> None:
     """A compilation during the capture is an error whose message has the remedy, and training goes on."""
     calls = []
@@ -150,7 +146,6 @@ def test_a_compilation_within_the_capture_is_refused() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fresh_dynamo")
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_batches_that_are_views(engine: tuple[str, str]) -> None:
     """R11: compiled code detaches views that it saves for its backward, unlike the buffers of a graph."""
@@ -179,7 +174,6 @@ def test_batches_that_are_views(engine: tuple[str, str]) -> None:
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_verified_with_dropout(engine: Engine, by_ampkit: bool) -> None:
     """Inductor's random seeds lie in memory that no operation was seen to allocate."""
     model = make_net(engine[0], dropout=0.5)
@@ -216,7 +210,6 @@ class Chooses(nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_torch_cond_is_named_and_trained(engine: Engine) -> None:
     """R11: operators of higher order pass through the modes that watch a step; the one that waits is named, once."""
     batches = torch.randn(6, 4, 3), torch.randint(0, 5, (6, 4))
@@ -269,7 +262,6 @@ def test_memory_that_inductor_allocates(engine: Engine) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_a_compiled_loss_of_a_function(engine: Engine) -> None:
     """backward reads the loss, which compiled code has made. In a process with older compiled code, too."""
     device, graph = engine

@@ -15,10 +15,6 @@ from lightning_harness import QUIET, _silent  # noqa: F401  # the second is a fi
 from trainer_setups import taken_for_installed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUIET_TRAINER = [
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-]
 Load = Callable[[str], ModuleType]
 
 
@@ -166,7 +162,7 @@ def test_lightning(load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(*QUIET_TRAINER)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_transformers(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     """Logged losses are those of the plain Trainer."""
     transformers = pytest.importorskip("transformers")

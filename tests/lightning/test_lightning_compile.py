@@ -6,17 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import ENGINES, allow_inductor_warnings
+from harness import ENGINES
 from lightning_harness import Net, assert_same_runs, fit, fused, quiet
 
 from ampkit import AmpkitWarning
 from ampkit.lightning import AmpkitCallback
 
 Engine = tuple[str, str]
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo", "fast"),
-    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),  # Inductor's, on CUDA
-]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fast")
 
 
 class UsesIndex(Net):
@@ -27,7 +24,6 @@ class UsesIndex(Net):
 
 
 @quiet
-@allow_inductor_warnings
 @pytest.mark.parametrize(
     ("kind", "accumulate"), [("bf16-mixed", 1), pytest.param("16-mixed", 3, marks=pytest.mark.seeds)]
 )
@@ -57,7 +53,6 @@ def test_a_graph_has_the_bits_of_the_same_compiled_step(
 
 @pytest.mark.slow
 @quiet
-@allow_inductor_warnings
 def test_clipping_by_value_is_not_compiled(tmp_path: Path) -> None:
     """R11: the update clips each element, as it would without `compile`; the report says that it is not compiled."""
     device, graph = "cpu", "emulate"
@@ -90,7 +85,6 @@ def test_wrong_arguments() -> None:
 
 
 @quiet
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_what_is_compiled_already_is_refused(tmp_path: Path) -> None:
     """R11: a network that torch.compile has compiled, as in a step of one's own."""

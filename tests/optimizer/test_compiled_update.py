@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import gpu_code
 import pytest
 import torch
-from harness import allow_inductor_warnings
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
@@ -51,7 +50,6 @@ def kernels_of_update(
         return len(gpu_code.kernels(monkeypatch, lambda: update.run(prepared)))
 
 
-@allow_inductor_warnings
 @pytest.mark.parametrize("compile", ["default", pytest.param("max", marks=pytest.mark.seeds)])
 @pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.seeds)])
 @pytest.mark.slow
@@ -63,7 +61,6 @@ def test_convolutions_in_channels_last(optimizer: str, compile: str, monkeypatch
     assert kernels_of_update(monkeypatch, like, is_sgd=optimizer == "SGD", compile=compile) <= len(shapes)
 
 
-@allow_inductor_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [StateForm(True), StateForm(True, "stochastic"), StateForm(True, "kahan")])
 def test_states_in_bfloat16_take_no_more_kernels(form: StateForm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +71,6 @@ def test_states_in_bfloat16_take_no_more_kernels(form: StateForm, monkeypatch: p
     assert kernels_of_update(monkeypatch, like, form=form) <= plain + (form.rounding == "stochastic")
 
 
-@allow_inductor_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18-cifar", "vit_b_16"])
 @pytest.mark.seeds

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import allow_inductor_warnings, assert_same, leave_out_inductor
+from harness import assert_same, leave_out_inductor
 from tape import taped
 from torch import Tensor, nn
 
@@ -88,7 +88,6 @@ def distance(left: Sequence[Tensor], right: Sequence[Tensor], shape: tuple[int, 
     return float(torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt())
 
 
-@allow_inductor_warnings
 @pytest.mark.usefixtures("fresh_dynamo", "compiles")
 @pytest.mark.parametrize(
     "settings", [name if i < 2 else pytest.param(name, marks=pytest.mark.seeds) for i, name in enumerate(SETTINGS)]
@@ -157,7 +156,6 @@ def test_hyperparameters_that_change_in_each_step(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(*ends, rtol=0, atol=12 * 2.0**-5 * 2.0**-8 * 4)  # steps x rate x rounding x 2 norms
 
 
-@allow_inductor_warnings
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_not_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gains nothing there; the report says so, and the matrices are stacked all the same."""
@@ -214,7 +212,6 @@ def graphed(graph: str, policy: str, **options: Any) -> tuple[list[Any], ampkit.
     return history, step.report()
 
 
-@allow_inductor_warnings
 @pytest.mark.usefixtures("fresh_dynamo", "compiles")
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 @pytest.mark.parametrize("code", ["uncompiled, taped", "graph", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ENGINES, allow_inductor_warnings, assert_same, deterministic, training_state
+from harness import ENGINES, assert_same, deterministic, training_state
 from tape import taped
 from torch import Tensor, nn
 
@@ -68,7 +68,6 @@ def test_every_mantissa_is_rounded_without_bias(exponent: int, sign: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
-@allow_inductor_warnings
 def test_compiled_rounding_has_no_bias() -> None:
     """Inductor draws the bits: others for each tensor and each call, and the mean is within five standard errors."""
     rounded = torch.compile(lambda left, right: (round_stochastically(left), round_stochastically(right)))
@@ -324,7 +323,6 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
-@allow_inductor_warnings
 @pytest.mark.parametrize(("name", "form"), [("AdamW", "moments"), ("SGD", "stochastic"), ("Adam", "kahan")])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_compiled_updates(engine: Engine, name: str, form: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, allow_inductor_warnings, assert_same, bits, deterministic
+from harness import ENGINES, assert_same, bits, deterministic
 from tape import taped
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -178,7 +178,6 @@ def test_resumed(kind: str, engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", TAPES)
 @pytest.mark.parametrize("kind", ["8-bit", "4-bit", "float8"])
-@allow_inductor_warnings
 def test_a_skipped_step(kind: str, engine: Engine) -> None:
     """E2: what lies in tensors of a state is put back on the device, and the rate of the skipped step is not used."""
     bad_at = (1, 7, 11)

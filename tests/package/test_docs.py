@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from harness import allow_inductor_warnings
 
 ROOT = Path(__file__).parents[2]
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,7 +72,6 @@ ON_CPU = [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name
 
 
 @pytest.mark.parametrize("page", [*ON_CPU, *ON_CUDA])
-@allow_inductor_warnings
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_runs(page, plain_blocks(page), monkeypatch)
@@ -87,7 +85,6 @@ def test_page(page, tmp_path, monkeypatch):
         for page, block in RECIPES
     ],
 )
-@allow_inductor_warnings
 def test_block_that_needs_a_package(page, block, tmp_path, monkeypatch):
     pytest.importorskip(block.needs)
     monkeypatch.chdir(tmp_path)

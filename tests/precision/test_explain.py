@@ -325,7 +325,6 @@ def test_data_dependent_library():
     assert len(told.rows) > 50
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_compiled_model():
     """It is explained as it was before torch.compile."""
     plain, compiled = nn.Linear(4, 4), torch.compile(nn.Linear(4, 4))

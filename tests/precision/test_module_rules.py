@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import DEVICES, ENGINES, allow_inductor_warnings, assert_same, deterministic
+from harness import DEVICES, ENGINES, assert_same, deterministic
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -447,7 +447,6 @@ def test_copies(how: str) -> None:
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.seeds])]
 )
-@allow_inductor_warnings
 def test_compiled_model_follows_its_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled model, policies put on in turns: each time what eager computes, in eager's dtype."""
     model = make_net(device)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import every
-from harness import DEVICES, ENGINES, allow_inductor_warnings, assert_same, deterministic
+from harness import DEVICES, ENGINES, assert_same, deterministic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -405,7 +405,6 @@ POLICIES = [
         pytest.param("inductor", "cuda", marks=[pytest.mark.cuda, pytest.mark.slow]),
     ],
 )
-@allow_inductor_warnings
 def test_compiled_code_never_serves_the_old_policy(backend: str, device: str, fresh_dynamo: None) -> None:
     """A11: one compiled function, policies alternating: dtypes, results and gradients are eager's each time."""
     runs = 0

@@ -13,7 +13,7 @@ import compile_setups
 import pytest
 import setups
 import torch
-from harness import allow_inductor_warnings, assert_same, deterministic, leave_out_inductor
+from harness import assert_same, deterministic, leave_out_inductor
 
 import ampkit
 
@@ -46,7 +46,6 @@ class CompiledTraining(setups.StepTraining):
         return [(self.do(action), self.state()) for action in self.setup.script]
 
 
-@allow_inductor_warnings
 @pytest.mark.parametrize(("device", "compile", "backend", "seed"), SETUPS)
 @pytest.mark.slow
 def test_random_setups(device: str, compile: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from harness import (
     COMPILER,
     ENGINES,
     OPTIMIZERS,
-    allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
@@ -87,7 +86,6 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", few(CASES, ("float16, overflow, clip", "accumulate")))
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.sampled(4)
 def test_captured_as_uncaptured(engine: Engine, case: str) -> None:
     """R11: a captured compiled step has the bits of the same compiled step uncaptured, dropout included."""
@@ -114,7 +112,6 @@ INDUCTOR = [  # Inductor has no kernels to choose from on a CPU
 
 @pytest.mark.cuda
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_kernels_that_are_timed_in_a_watched_call() -> None:
     """Inductor times kernels in the first run of compiled code, which waits; steps in windows watch such a call."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.LayerNorm(2048), nn.GELU())]
@@ -133,7 +130,6 @@ def test_kernels_that_are_timed_in_a_watched_call() -> None:
 
 @pytest.mark.parametrize(("engine", "mode", "policy"), INDUCTOR)
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_with_inductor(engine: Engine, mode: str, policy: str) -> None:
     """R11: with Inductor's own kernels a captured step has the bits of the uncaptured one, and nearly eager's losses.
 
@@ -197,7 +193,6 @@ def test_which_reductions_share_a_kernel(compile: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.filterwarnings("ignore:graphed_step. the variable seen:ampkit.CaptureWarning")  # which is changed, indeed
 @pytest.mark.slow
 def test_working_weights(engine: Engine) -> None:
@@ -309,7 +304,6 @@ UPDATES: dict[str, Callable[[Scalar], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", every(2, UPDATES))
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.sampled(4)
 def test_the_update_is_the_optimizers(engine: Engine, name: str, scaled: bool) -> None:
     """R11: parameters, state and norm are the optimizer's own to 12 digits of float64, also in its first steps.
@@ -396,7 +390,6 @@ def broken_loss(model: nn.Module, images: Tensor, labels: Tensor, boost: Tensor)
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_a_graph_break_is_named(engine: Engine) -> None:
     """R11: one warning has the line of a graph break, the report too, and the rest is compiled and captured."""
@@ -544,7 +537,6 @@ def test_verified() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_another_mode_another_parameter(engine: Engine) -> None:
     """R11: eval mode and a parameter that is frozen or replaced are compiled by themselves, captured as uncaptured."""
@@ -577,7 +569,6 @@ def test_another_mode_another_parameter(engine: Engine) -> None:
     "name", ["rmsprop", *(pytest.param(name, marks=pytest.mark.seeds) for name in ("muon", "sgd, not fused"))]
 )
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_other_optimizers_step_as_without(engine: Engine, name: str) -> None:
     """R11: the report says why an update is not compiled, and forward and backward are compiled all the same."""
@@ -656,7 +647,6 @@ def test_the_optimizers_checkpoint_goes_both_ways() -> None:
                 torch.testing.assert_close(found, value, rtol=0.05, atol=1e-3)
 
 
-@allow_inductor_warnings
 def test_wrong_arguments() -> None:
     """R11: an impossible value, a model that is compiled already, and what is not supported: errors with a remedy."""
     model = nn.Linear(4, 4)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from harness import (
     ENGINES,
-    allow_inductor_warnings,
     assert_same,
     bits,
     deterministic,
@@ -109,7 +108,6 @@ PARTS = "modules[0].critic, modules[0].actor, modules[1].critic"
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("finds", [False, True])
 @pytest.mark.usefixtures("fast")
-@allow_inductor_warnings
 def test_captured_as_uncaptured(engine: Engine, finds: bool) -> None:
     """A graph has the bits of the same compiled calls uncaptured: two layouts, dropout, an overflow, a schedule."""
     device, graph = engine
@@ -151,7 +149,6 @@ def test_plain_loop(finds: bool) -> None:
     ],
 )
 @pytest.mark.slow
-@allow_inductor_warnings
 def test_with_inductor(engine: Engine, mode: str) -> None:
     """Inductor's kernels leave the same bits captured and uncaptured, and nearly the losses of eager code.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import allow_inductor_warnings
 from tape import taped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,7 +95,6 @@ def make(kind: str, device: str, **options: Any) -> tuple[nn.Module, ampkit.Grap
 CASES = [("sdpa", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.cuda) for kind in KINDS)]
 
 
-@allow_inductor_warnings
 @EAGER_FLEX
 @pytest.mark.parametrize(("kind", "device"), CASES)
 def test_one_graph_serves_all_lengths(kind: str, device: str) -> None:

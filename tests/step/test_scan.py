@@ -15,7 +15,6 @@ from families import some
 from harness import (
     ENGINES,
     Compiled,
-    allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
@@ -385,7 +384,6 @@ def test_betas_in_a_list_that_change_in_place(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
     """Slices of a stack are no other inputs to compiled code than single batches: nothing is compiled again."""
@@ -408,7 +406,6 @@ def test_compiled_code(engine: Engine, fresh_dynamo: None) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", [pytest.param("bfloat16", marks=pytest.mark.seeds), "float16"])
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, scans have the bits of single calls of that compiled step, with a schedule too."""

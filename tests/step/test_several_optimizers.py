@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, allow_inductor_warnings, assert_same, deterministic, leave_out_inductor, training_state
+from harness import ENGINES, assert_same, deterministic, leave_out_inductor, training_state
 from tape import taped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -107,7 +107,6 @@ def trained(engine: Engine, name: str, options: dict[str, Any], graph: str) -> t
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.sampled(6)
-@allow_inductor_warnings
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_bits_of_eager_steps(engine: Engine, name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R5: also under schedules, skipped steps and accumulation; whole, unless one of them cannot be captured."""

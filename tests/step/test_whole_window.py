@@ -15,7 +15,6 @@ from families import some
 from harness import (
     ENGINES,
     WARMUP_DDP,
-    allow_inductor_warnings,
     assert_same,
     boosted_loss,
     deterministic,
@@ -409,7 +408,6 @@ def test_settings_that_change(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("policy", ["bfloat16", pytest.param("float16", marks=pytest.mark.seeds)])
-@allow_inductor_warnings
 @pytest.mark.slow
 def test_a_compiled_step(engine: Engine, policy: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: with `compile=`, windows have the bits of single calls of that compiled step."""

@@ -37,19 +37,6 @@ def onednn_computes_in(low: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, name)()
 
 
-def allow_inductor_warnings(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that compiles: what torch's own inductor warns of is not ours."""
-    for text in (
-        "`torch.jit.script_method` is deprecated",  # it imports something that uses it
-        "bf16 and fp16 are mixed",  # its C++ of the CPU, which then does not vectorise
-        "Please use the new API settings to control TF32",  # on CUDA
-        "TensorFloat32 tensor cores",  # on CUDA
-        r"\s*Online softmax is disabled",  # on CUDA; its text begins with a line break
-    ):
-        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
-    return test
-
-
 def leave_out_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile by AOTAutograd alone. On a CPU Inductor compiles C++ behind it, which takes seconds."""
     monkeypatch.setattr(COMPILER, lambda: lambda graph, inputs, config_patches: aot_eager(graph, inputs))

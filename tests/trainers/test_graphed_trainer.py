@@ -29,10 +29,7 @@ accelerate = pytest.importorskip("accelerate")
 
 Engine = tuple[str, str]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -557,7 +557,7 @@ def test_where_nothing_is_to_be_captured(graph: str, on_failure: str, said: list
 
     def reading(model: nn.Module, x: Tensor, **_: Any) -> Tensor:
         loss = model(x).square().mean()
-        return loss * 1.0 if not reads or float(loss) >= 0 else loss
+        return loss * 1.0 if not reads or float(loss.detach()) >= 0 else loss
 
     step, _, _ = make(("cpu", graph), loss_fn=reading, on_failure=on_failure)
     x = torch.ones(2, 4)

@@ -118,7 +118,7 @@ def gan(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, cache: bool =
             fake = nets.gen(noise)
         loss_d = F.softplus(-nets.disc(real)).mean() + F.softplus(nets.disc(fake.detach())).mean() * boost
     nets.updated(nets.opt_d, loss_d)
-    factor = 1.1 if float(loss_d) > 1.3 else 1.0
+    factor = 1.1 if float(loss_d.detach()) > 1.3 else 1.0
     nets.disc.requires_grad_(False)
     with autocast():
         fake = fake if grad else nets.gen(noise)
@@ -351,12 +351,12 @@ def test_two_functions_share_the_models(engine: Engine) -> None:
         with torch.no_grad():
             fake = nets.gen(noise)
         loss = F.softplus(-nets.disc(real)).mean() + F.softplus(nets.disc(fake)).mean()
-        nets.updated(nets.opt_d, loss * (1.0 if float(loss) > 0 else 2.0))
+        nets.updated(nets.opt_d, loss * (1.0 if float(loss.detach()) > 0 else 2.0))
         return loss
 
     def train_g(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Tensor:
         loss = F.softplus(-nets.disc(nets.gen(noise))).mean()
-        nets.updated(nets.opt_g, loss * (1.0 if float(loss) > 0 else 2.0))
+        nets.updated(nets.opt_g, loss * (1.0 if float(loss.detach()) > 0 else 2.0))
         return loss
 
     def train(graph: str) -> tuple[list[Any], list[Any]]:
@@ -401,7 +401,7 @@ def test_where_no_module_can_be_captured(engine: Engine) -> None:
 
     def small(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Tensor:
         out = nets.disc[2](real)
-        nets.updated(nets.opt_d, out.mean() * (1.0 if float(out.sum()) > 0 else 2.0))
+        nets.updated(nets.opt_d, out.mean() * (1.0 if float(out.detach().sum()) > 0 else 2.0))
         return out
 
     report, said = compared(engine, small, calls=9)
@@ -415,7 +415,7 @@ class Reads(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out * (1.0 if float(out.sum()) > 0 else 2.0)
+        return out * (1.0 if float(out.detach().sum()) > 0 else 2.0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

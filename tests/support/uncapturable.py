@@ -32,7 +32,7 @@ def item_in_backward_hook(loss: Tensor, x: Tensor) -> None:
 
 
 def data_dependent_if(loss: Tensor, x: Tensor) -> None:
-    if float(loss) > 0:  # HERE
+    if float(loss.detach()) > 0:  # HERE
         pass
 
 

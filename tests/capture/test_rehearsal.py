@@ -17,12 +17,14 @@ import torch
 from harness import ENGINES, assert_same, deterministic, training_state
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ampkit
 from ampkit._capture.compare import call_record
 from ampkit._capture.compare.call_record import first_difference, recorded_call
 from ampkit._capture.compare.rehearsal import Rehearsal
 from ampkit._capture.graph import capture_query as _capturing
+from ampkit._torch.tensors.modes import WatchingMode
 
 Engine = tuple[str, str]
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -473,6 +475,65 @@ def test_an_operation_that_makes_addresses_is_no_difference(engine: Engine) -> N
         ends.append([*net.parameters()])
     assert_same(*ends)
     assert (step.replays, step.report().failure) == (5, None)
+
+
+class _Passing(WatchingMode):
+    """Calls each operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, _Passing], ids=["no mode", "mode"])
+def test_where_random_state_is_kept_is_no_difference(mode: Callable[[], Any]) -> None:
+    """R2: memory-efficient attention keeps it on the host, in a capture on the device; the step may be under a mode."""
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    x, sums = torch.empty(1, 1, 8, 8, device="meta"), torch.empty(1, 1, 8, device="meta")
+
+    def record(device: str, dropout: float = 0.0) -> Any:
+        seed = torch.empty((), dtype=torch.int64, device=device)
+
+        def call(x: Tensor) -> None:
+            with mode():
+                backward(x, x, x, x, None, x, sums, seed, seed, dropout, [True, True, True, False])
+
+        return recorded(call, x)
+
+    assert first_difference(record("cpu"), record("meta")) == ""
+    assert "_efficient_attention_backward" in first_difference(record("cpu"), record("meta", dropout=0.5))
+
+
+class _Chosen(nn.Module):
+    """Attention, of whose result a mask selects entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 48), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return self.last(out.transpose(1, 2).flatten(2)[mask])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_attention_in_a_step_that_is_given_numbers(engine: Engine) -> None:
+    """D3: what a mask selects is counted ahead. So the rehearsal and the capture are under a dispatch mode."""
+    kernel = SDPBackend.EFFICIENT_ATTENTION if engine[0] == "cuda" else SDPBackend.MATH
+    ends = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = _Chosen().to(engine[0])
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        step = ampkit.graphed_step(lambda net, x, mask: net(x, mask).square().mean(), net, optimizer, graph=graph)
+        made = torch.Generator().manual_seed(1)
+        mask = (torch.rand(4, 8, generator=made) > 0.5).to(engine[0])
+        with deterministic(), sdpa_kernel(kernel):
+            for _ in range(9):
+                step(torch.randn(4, 8, 16, generator=made).to(engine[0]), mask)
+        ends.append([*net.parameters()])
+    assert_same(*ends)
+    assert (step.report().failure, step.report().outcome) == (None, "whole")
 
 
 def test_attention_is_as_fast_under_a_recorder() -> None:

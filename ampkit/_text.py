@@ -3,13 +3,20 @@
 import sys
 from collections.abc import Sequence
 from numbers import Number
+from typing import Any
 
 import torch
 
 # Values that nothing can change: a graph holds them as constants, and they are written as they are.
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_nans: dict[str, float | complex] = {}
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _BAR_WIDTH = 24  # characters; leaves half of a line of 80 for the text behind it
+
+
+def comparable(value: Any) -> Any:
+    """Return a value that is equal to itself within a tuple: of each nan the same object, else the value."""
+    return _nans.setdefault(repr(value), value) if type(value) in (float, complex) and value != value else value
 
 
 def unit_of(size: int) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
-from ampkit._capture.host.constants import are_same
+from ampkit._capture.host.constants import are_equal, are_same
 
 CONFIG: Any = SimpleNamespace(loss={"l1": 0.5}, calls=0, on=False, unread=2)
 MASK = torch.full((4,), 2.0)
@@ -284,6 +284,12 @@ def test_when_two_values_are_the_same(case: str) -> None:
     assert are_same(old, now) is expected
     assert are_same(now, old) is expected
     assert are_same(old, old)
+
+
+def test_when_two_sets_are_equal() -> None:
+    """As numbers are: by their kind and the sign of a zero, and nan is equal to nan."""
+    assert are_equal({0.5, float("nan")}, {float("nan"), 0.5})
+    assert not any(are_equal({old}, {now}) for old, now in ((0.0, -0.0), (1, True), (float("nan"), 0.5)))
 
 
 def test_an_eq_of_a_builtin_that_knows_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Draws of the host that only feed comparisons: each outcome is a graph of its own, or an eager step."""
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ DECISIONS: dict[str, Decide] = {
     "1 - p < item()": lambda p: 1 - p <= torch.rand(()).item(),
     "item() > 1 - p": lambda p: torch.rand(1).double().item() > 1 - p,
     "any": lambda p: (torch.rand(2) < p / 2).any().item(),
+    "item() < nan": lambda p: torch.rand(()).item() < math.nan or torch.rand(()).item() < p,
+    "nan": lambda p: bool(torch.where(torch.rand(1) < p, float("nan"), torch.tensor([math.nan, 1.0])).isnan().all()),
 }
 
 

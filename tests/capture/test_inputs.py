@@ -40,6 +40,8 @@ def test_equal_layouts_have_equal_specs() -> None:
     """Equal layouts have equal specs, whatever the values. A spec is hashable."""
     assert spec_of(torch.zeros(2, 3), scale=2) == spec_of(torch.ones(2, 3), scale=2)
     assert hash(spec_of(torch.zeros(2, 3), scale=2)) == hash(spec_of(torch.ones(2, 3), scale=2))
+    one, other = (spec_of(scale=(float("nan"), complex("nan"))) for _ in range(2))
+    assert (one, hash(one)) == (other, hash(other))
 
 
 @pytest.mark.parametrize(

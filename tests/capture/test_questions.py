@@ -104,6 +104,7 @@ WAYS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "is in": lambda net, h, mask, y: h * 0.5 if 3 in y else h,
     "entry": lambda net, h, mask, y: h * 0.5 if mask[0, 2] else h,
     "several": several,
+    "nan": lambda net, h, mask, y: h if (y + 0.0).masked_fill(y == 3, float("nan")).isnan().any() else h * 0.5,
     "made anew": lambda net, h, mask, y: h if (torch.ones_like(mask) & mask).all() else h * mask,
     "limits made anew": lambda net, h, mask, y: h * 0.5 if (y == torch.arange(4, device=y.device)).any() else h,
     "constants alone": lambda net, h, mask, y: h * 0.5 if torch.full((4,), 2, device=y.device).sum() > 7 else h,
@@ -152,7 +153,12 @@ def item_of_constants_on_the_host(net: Any, h: Tensor, mask: Tensor, y: Tensor) 
     return h * int(torch.ones((), device=h.device, dtype=torch.int64) * rows)
 
 
-CONSTANTS = [size_of_constants, item_of_constants, item_of_constants_on_the_host]
+def nan_of_constants(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    limit = torch.full((), float("nan"), device=h.device).item()
+    return h if limit < 1.0 else h * 0.5
+
+
+CONSTANTS = [size_of_constants, item_of_constants, item_of_constants_on_the_host, nan_of_constants]
 
 
 @pytest.mark.parametrize("ask", CONSTANTS, ids=lambda ask: ask.__name__)

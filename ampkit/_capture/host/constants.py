@@ -217,7 +217,9 @@ def are_equal(old: Any, now: Any) -> bool:
         return are_equal(list(old), list(now)) and are_equal(list(old.values()), list(now.values()))
     if type(old) in (list, tuple, deque):
         return len(old) == len(now) and all(map(are_equal, old, now))
-    return old == now if type(old) is set and is_of_numbers(old) and is_of_numbers(now) else are_same(old, now)
+    if type(old) is set and is_of_numbers(old) and is_of_numbers(now):
+        return are_same(frozenset(old), frozenset(now))
+    return are_same(old, now)
 
 
 def anew(value: Any, known: Set[int], made: dict[int, Any]) -> Any:

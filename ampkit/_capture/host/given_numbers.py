@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._text import comparable
 from ..._torch.device.execution_trace import unrecorded
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.host_counts import Count, counts_of, with_counts
@@ -131,8 +132,8 @@ def _stacked(data: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def numbers_in(tensor: Tensor) -> tuple[int, ...]:
-    """Return the whole numbers in a tensor. Sync: it waits for the device."""
-    return tuple(_to_list(tensor.reshape(-1)))
+    """Return the numbers in a tensor, `comparable`. Sync: it waits for the device."""
+    return tuple(map(comparable, _to_list(tensor.reshape(-1))))
 
 
 def nested(numbers: Sequence[int], shape: torch.Size) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..._arguments import shown
 from ..._errors import InputMismatch
-from ..._text import CONSTANTS, dtype_name
+from ..._text import CONSTANTS, comparable, dtype_name
 from ..._torch.tensors.tensors import foreach_copy_, is_wrapper, layout_check, storage_address, versions
 from ..._torch.tensors.tree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from .containers import holds_tensors, is_record
@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 class Constant(NamedTuple):
     """A leaf that is not a tensor. The type is compared too, since True == 1 == 1.0, but the arguments differ.
 
-    So is the sign of a zero, since 0.0 == -0.0.
+    So is the sign of a zero, since 0.0 == -0.0. And nan is the same in each call, though it is not equal to itself.
     """
 
     kind: type
@@ -48,7 +48,7 @@ class Constant(NamedTuple):
     @classmethod
     def for_value(cls, value: Any) -> "Constant":
         """Return what stands for this value."""
-        return cls(type(value), value, type(value) is float and value == 0 and math.copysign(1, value) < 0)
+        return cls(type(value), comparable(value), type(value) is float and value == 0 and math.copysign(1, value) < 0)
 
     def __str__(self) -> str:
         return shown(self.value)

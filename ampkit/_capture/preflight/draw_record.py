@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._text import comparable
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.operators import HOST_COPIES, LIFT_FRESH, LIST_READS, READ, OperationCall
 from ..._torch.tensors.tensors import storage_address
@@ -145,7 +146,7 @@ class DrawRecorder:
         if isinstance(value, (list, tuple)):
             return tuple(map(self._argument, value))
         if not isinstance(value, Tensor):
-            return value
+            return comparable(value)
         geometry = _geometry(value)
         if geometry in self._slots:
             return Slot(self._slots[geometry])
@@ -233,10 +234,10 @@ class DrawRecorder:
         def answer(compare: Compare, other: Any) -> bool:
             if draws in self._untold:
                 self._untold.remove(draws)
-            if type(other) not in (bool, int, float) or other != other:
+            if type(other) not in (bool, int, float):
                 self._used |= draws
             else:
-                self._learn(NumberRead(Slot(number), compare, other), value, draws)
+                self._learn(NumberRead(Slot(number), compare, comparable(other)), value, draws)
             return compare(value, other)
 
         drawn = ComparedNumber(value)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
+from ..._text import comparable
 from ..._torch.autograd.autograd import in_backward
 from ..._torch.device.execution_trace import unrecorded
 from ..._torch.tensors.host_counts import Count, counts_of, is_whole
@@ -336,7 +337,7 @@ class QuestionRecorder:
             return {name: self._noted(each) for name, each in value.items()}
         if isinstance(value, (list, tuple)):
             return tuple(map(self._noted, value))
-        return self._source(value, storage_address(value)) if isinstance(value, Tensor) else value
+        return self._source(value, storage_address(value)) if isinstance(value, Tensor) else comparable(value)
 
     def _of_input(self, source: _Source) -> bool:
         """Return whether the values of this are made of those of input or state, and not of their layout alone."""

@@ -11,6 +11,7 @@ that run together disturb these.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -144,6 +145,17 @@ def measure(row: str, way: str) -> dict[str, Any]:
     }
 
 
+def in_process(row: str, way: str) -> dict[str, Any]:
+    """Return what `measure` does in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, __file__, "--one", row, way]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if out.returncode:
+        raise RuntimeError(f"{row} {way}: {out.stderr[-2000:]}")
+    measured: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
@@ -155,17 +167,9 @@ def main() -> None:
         return
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
 
-    def found(case: tuple[str, str]) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--one", *case]
-        out = subprocess.run(command, capture_output=True, text=True, check=False)
-        if out.returncode:
-            raise RuntimeError(f"{' '.join(case)}: {out.stderr[-2000:]}")
-        measured: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
-        return measured
-
     with ThreadPoolExecutor(args.together) as pool:
         cases = [(row, way) for row in args.rows for way in WAYS]
-        results = pool.map(found, cases)
+        results = pool.map(in_process, *zip(*cases, strict=True))
         for row in args.rows:
             torch_way, eager, parts = (next(results) for _ in WAYS)
             print(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import parts_memory
 import pytest
 import torch
 import torchvision
@@ -273,6 +274,20 @@ def test_a_graphed_loop_holds_little_more_memory_than_an_eager_one() -> None:
         (eager, least), (graphed, held) = run("off"), run("auto")
     assert_same(eager, graphed)
     assert held < 1.05 * least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["vit", "dit"])
+@pytest.mark.xfail(
+    raises=AssertionError, reason="on an H200 it is 1.33 and 1.60 times (docs/benchmarks/h200-2026-11.md)"
+)
+def test_steps_in_parts_reserve_little_more_than_eager_ones(row: str) -> None:
+    """D4: what the graphs of modules reserve stays theirs between the calls."""
+    eager, parts = (parts_memory.in_process(row, way) for way in ("eager", "parts"))
+    print(f"\n{row}: eager {eager['MiB']:.0f} MiB, {parts['outcome']} {parts['MiB']:.0f}")
+    if parts["outcome"] != "in parts":
+        pytest.skip("parts are not faster here, and were given up")
+    assert parts["MiB"] <= 1.15 * eager["MiB"]
 
 
 @pytest.mark.parametrize("order", ["captured", "reversed", "mixed"])

@@ -310,7 +310,6 @@ class TrainingStep:
                     stack.enter_context(wrapper.no_sync())
                 with weights, observed, self._around():
                     loss, aux = self._forward_and_backward(args, kwargs)
-            refuse_gradients(strangers(self._optimizers, params.values()))
             prepared = None
             alone = len(self._optimizers) == 1
             if phase.last and self.place.behind and not steps and alone and can_be_prepared(self._optimizer):
@@ -336,7 +335,6 @@ class TrainingStep:
         """
         self.ranks.shards.gather()
         params = self._parameters()
-        refuse_gradients(strangers(self._optimizers, params.values()))
         with Undo() as undo:
             undo.note(self._set_gradients, params, ())
             self._set_gradients(params, phase.accumulated)
@@ -401,6 +399,7 @@ class TrainingStep:
 
     def _finish(self, phase: Phase, prepared: Prepared | None = None) -> tuple[Tensor | None, Tensor]:
         """Do what comes behind the last backward; return the gradient norm, and whether the step was skipped."""
+        refuse_gradients(strangers(self._optimizers, self._parameters().values()))
         if prepared is None:
             self._measure_gradients(phase.observed)
         self._step_optimizer(prepared)

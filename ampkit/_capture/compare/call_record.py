@@ -168,8 +168,10 @@ _RANDOM_STATE = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Entries of torch's that say nothing about the step. Those of communication have another number in each call. Those of
 # dispatch modes and of tensor subclasses have the arguments of the operation around them, without names: random state
 # too (aten/src/ATen/core/PythonFallbackKernel.cpp).
-_SKIPPED = ("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|")
-_SKIPPED += ("PythonDispatchMode", "PythonSubclass")
+_SKIPPED = (
+    *("TorchDynamo ", "profiler::", "autograd::engine::", "record_param_comms", "[pytorch|profiler|"),
+    *("PythonDispatchMode", "PythonSubclass"),
+)
 # Compiled code detaches the inputs that it saves for its backward if they are views (torch/_functorch/_aot_autograd/
 # runtime_wrappers.py). The batch of an eager call may consist of views, the buffers of a graph never do.
 # In a capture only, a copy to the device asks whether its source is pinned (aten/src/ATen/native/cuda/Copy.cu).

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._torch.autograd.autograd import ENGINE_CODE, current_node
+from ._torch.compiler_code import is_compiled_code, is_compilers_code, is_compiling
 from ._undo import Undo, replace
 
 # The folders of torch and of ampkit. What lies in them is not the user's code.
@@ -33,6 +34,7 @@ _WRAPPERS = {
     __file__,
     f"{TORCH}_compile.py",
     f"{TORCH}_dynamo{os.sep}eval_frame.py",
+    f"{TORCH}_dynamo{os.sep}external_utils.py",
     os.path.join(f"{TORCH}_functorch", "_aot_autograd", "runtime_wrappers.py"),  # a mode, in the first run of its code
     warnings.catch_warnings.__init__.__code__.co_filename,
 }
@@ -287,6 +289,25 @@ def innermost_users_line(places: Sequence[tuple[str, int]], is_users: Callable[[
 def real_frame() -> FrameType:
     """Return the innermost frame of the caller's stack that is not one of a wrapper (`wraps_operations`)."""
     return next(frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename not in _WRAPPERS)
+
+
+def compiler_runs() -> bool:
+    """Return whether torch's compiler runs here on behalf of its own: it compiles, or times kernels of Triton's.
+
+    What it asks the device, waits for, copies or draws there is done before the capture, and is no line of the step.
+    Code that it has compiled is.
+    """
+    if is_compiling():
+        return True
+    for frame in _frames(real_frame()):
+        if frame.f_code.co_filename in _WRAPPERS:
+            continue
+        if is_compilers_code(frame.f_code):
+            return True
+        is_tritons = str(frame.f_globals.get("__name__")).startswith("triton.")  # which times what it is given
+        if is_compiled_code(frame) or (_is_users_frame(frame) and not is_tritons):
+            return False
+    return False
 
 
 def warn_at(frame: FrameType, message: Warning | str, category: type[Warning]) -> None:

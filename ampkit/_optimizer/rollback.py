@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._text import CONSTANTS
-from .._torch.compile import is_compilers_code
 from .._torch.tensors.modes import WatchingMode
 from .._torch.tensors.operators import INDEXING, all_written, kind_of, written_arguments
 from .._torch.tensors.tensors import inner_tensors, is_wrapper, storage_address
 from .._torch.tensors.tree import tensors_in
-from .._user_line import real_frame, wraps_operations
+from .._user_line import compiler_runs, wraps_operations
 from .step_kind import gradients, parameters
 
 wraps_operations(__file__)
@@ -258,10 +257,14 @@ class _StepWatch(WatchingMode):
         self.written += [tensor for tensor in written if storage_address(tensor) not in self._new]
         result = op(*args, **kwargs)
         returned = tensors_in(result)
+        known = {storage_address(tensor) for tensor in given}
+        new = [tensor for tensor in returned if storage_address(tensor) not in known]
+        self._new.update(map(storage_address, new))
+        if compiler_runs():  # it draws what it times kernels with, copies what they write to the host, keeps constants
+            return result
+        self.created += map(weakref.ref, new)
         tags = getattr(op, "tags", ())
         fetches = any(t.device.type != "cpu" for t in given) and any(t.device.type == "cpu" for t in returned)
-        # Before Inductor times kernels, it may copy to the host what they write; no graph has that.
-        fetches = fetches and not is_compilers_code(real_frame().f_code)
         if torch.Tag.nondeterministic_seeded in tags:
             text = f"draws random numbers ({op}), which later draws would show"
             if {tensor.device for tensor in returned} <= self._devices and kwargs.get("generator") is None:
@@ -272,11 +275,6 @@ class _StepWatch(WatchingMode):
             reads = fetches or torch.Tag.data_dependent_output in tags
             reads = reads or (torch.Tag.dynamic_output_shape in tags and not _selects_by_integers(op, args))
             self.beyond = f"reads a tensor on the host ({op})" if reads else ""
-        known = {storage_address(tensor) for tensor in given}
-        for tensor in returned:
-            if (address := storage_address(tensor)) not in known:
-                self._new.add(address)
-                self.created.append(weakref.ref(tensor))
         return result
 
 

@@ -9,22 +9,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._undo import Undo, keep_warning_filters, replace
+from .compiler_code import WRITTEN
 from .device.kernel_timing import timed_back_to_back
 from .guard import private
 from .tensors.modules import module_tables
 
-COMPILER = ("torch/_inductor/", "torch/_dynamo/")  # where the sources of the compiler are
-COMPILER_FOLDERS = tuple(f"{Path(torch.__file__).parents[1] / folder}{os.sep}" for folder in COMPILER)
 _WRAPPERS = tuple(os.path.join("torch", *file) for file in (("_utils.py",), ("_dynamo", "external_utils.py")))
-_WRITTEN = "torch._inductor.runtime.compile_tasks."  # how the names of modules begin that it has written
 private(nn.Module, "_compiled_call_impl")  # what `module.compile()` puts on the module, None before
 
 
@@ -72,7 +69,6 @@ def replace_compiling_questions(answer: Callable[[str], bool] | None) -> None:
         function.__code__ = _asking(name)
 
 
-_compile_id: Callable[[], object] = private(private(torch, "_guards"), "CompileContext").current_compile_id
 _NOTICING: dict[int, list[bool]] = {}  # what each `noticing_compiled_code` has noticed, by the list's id
 
 
@@ -122,7 +118,7 @@ def seeing_allocations_of_compiled_code(note: Callable[[Tensor], object]) -> Ite
     def put(allocators: dict[str, Callable[..., Tensor]]) -> None:
         for name, allocate in allocators.items():
             setattr(_guards, f"_{name}", allocate)  # where code that is compiled from now on takes it from
-        for module in [module for name, module in sys.modules.copy().items() if name.startswith(_WRITTEN)]:
+        for module in [module for name, module in sys.modules.copy().items() if name.startswith(WRITTEN)]:
             vars(module).update({name: allocators[name] for name in allocators.keys() & vars(module).keys()})
 
     with Undo() as undo:
@@ -142,16 +138,6 @@ def original_code(code: CodeType) -> CodeType | None:
         return None
     made: CodeType | None = private(sys.modules["torch._dynamo"].utils, "orig_code_map").get(code)
     return made
-
-
-def is_compilers_code(code: CodeType) -> bool:
-    """Return whether code is that of torch.compile itself, and not code that was compiled."""
-    return code.co_filename.startswith(COMPILER_FOLDERS)
-
-
-def is_compiling() -> bool:
-    """Return whether torch.compile is at work in this thread."""
-    return _compile_id() is not None
 
 
 def around_compilations(undo: Undo, before: Callable[[], object], after: Callable[[], object]) -> None:
@@ -308,18 +294,6 @@ def inductor() -> Callable[..., Any]:
     """Return the function that compiles a graph with Inductor."""
     compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")  # takes seconds
     return compile_fx.compile_fx  # type: ignore[no-any-return]  # not annotated as it is called here
-
-
-def calls_from_compiled_code(frame: FrameType | None) -> bool:
-    """Return whether code that Inductor has written called what runs in this frame, through torch's own code alone."""
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith(_WRITTEN):
-            return True
-        if not name.startswith(("torch.", "ampkit.")):  # ampkit's modes see what compiled code calls
-            return False
-        frame = frame.f_back
-    return False
 
 
 def forget_compiled_code() -> None:

@@ -38,7 +38,8 @@ ROOMS = {
         "device": "guard.py tensors",
         "ranks": "guard.py tensors autograd device",
         "optimizers.py": "guard.py tensors",
-        "compile.py": "guard.py tensors device",
+        "compiler_code.py": "guard.py",
+        "compile.py": "guard.py tensors device compiler_code.py",
     },
     "_capture": {
         "keys": "",

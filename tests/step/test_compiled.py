@@ -1,10 +1,12 @@
 """`graphed_step(compile=...)`: what is compiled, the same bits captured and uncaptured, and what follows a failure."""
 
 import gc
+import inspect
 import math
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +128,52 @@ def test_kernels_that_are_timed_in_a_watched_call() -> None:
     for _ in range(20):
         step(x, y)
     assert step.report().outcome == "whole", str(step.report())
+
+
+def asking_inductor(when: str, asked: list[str]) -> Callable[..., Any]:
+    """Return a compiler that asks the device: `when` it compiles, or in the first run of its code."""
+
+    def ask() -> None:
+        asked.append(when)
+        flags = torch.ones(4, dtype=torch.bool)
+        if flags.all() and flags.sum() > 3 and flags[0].item():
+            numbers = torch.tensor([flags.sum(), flags.sum()]), torch.tensor([flags.sum(), 1.0])
+            torch.zeros(flags.sum())[flags[:4]].tolist(), flags.nonzero(), numbers
+
+    def compiled(graph: Any, inputs: Any, config_patches: Any) -> Callable[..., Any]:
+        made, left = aot_eager(graph, inputs), [ask]
+        if when == "while it compiles":
+            left.pop()()
+
+        def run(*args: Any) -> Any:
+            if left:
+                left.pop()()
+            return made(*args)
+
+        return run
+
+    return compiled
+
+
+@pytest.mark.parametrize("when", ["while it compiles", "in the first run"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_what_the_compiler_asks_the_device(when: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor asks what is in constants that it folds, and where it times kernels; later calls ask nothing there."""
+    file = f"{Path(torch.__file__).parent}/_inductor/asking.py"
+    exec(
+        compile(inspect.getsource(asking_inductor), file, "exec"), scope := {**globals(), "__name__": "torch._inductor"}
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(COMPILER, lambda: scope["asking_inductor"](when, asked))
+    with deterministic():
+        eager, _ = trajectory(("cpu", "emulate"), "off", accumulate=accumulate, sizes=(8,) * 8 * accumulate)
+        asked.clear()
+        graphed, step = trajectory(("cpu", "emulate"), "emulate", accumulate=accumulate, sizes=(8,) * 8 * accumulate)
+    assert_same(eager, graphed)
+    assert asked
+    assert step.replays >= 4 * accumulate
+    assert step.report().outcome == "whole", str(step.report())
+    assert "questions" not in str(step.report())
 
 
 @pytest.mark.parametrize(("engine", "mode", "policy"), INDUCTOR)

@@ -1,13 +1,16 @@
-"""How kernels are timed that Inductor chooses from: by one launch behind the other, where they are short."""
+"""How kernels are timed that Inductor chooses from, short ones by one launch behind the other; what is Inductor's."""
 
 import importlib
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ampkit._torch.device import kernel_timing
+from ampkit._user_line import compiler_runs
 
 
 @pytest.fixture
@@ -51,3 +54,45 @@ def test_a_short_kernel_and_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is None or found > 0  # None: the GPU was so busy that the host could not keep up with its queue
     assert len(calls) >= 1 + kernel_timing.REPEATS + kernel_timing.CALLS
     assert kernel_timing.milliseconds_of(lambda: torch.mm(large, large)) is None
+
+
+TORCH = str(Path(torch.__file__).parent)
+USER, OPS, INDUCTOR = ("step.py", "step"), (f"{TORCH}/_ops.py", "torch._ops"), (f"{TORCH}/_inductor/a.py", "torch._a")
+TRITON = "/usr/lib/python3/site-packages/triton/testing.py", "triton.testing"
+WRITTEN = "/tmp/torchinductor_me/ab/cab.py", "torch._inductor.runtime.compile_tasks.cab"
+STACKS: dict[str, tuple[bool, list[tuple[str, str]]]] = {  # files and modules, the innermost last
+    "it times kernels": (True, [USER, INDUCTOR]),
+    "it waits": (True, [USER, WRITTEN, INDUCTOR, OPS]),
+    "ampkit times kernels for it": (True, [USER, WRITTEN, INDUCTOR, (kernel_timing.__file__, "ampkit.a"), OPS]),
+    "triton times kernels for it": (True, [USER, WRITTEN, INDUCTOR, TRITON, OPS]),
+    "triton times the user's": (False, [USER, TRITON, OPS]),
+    "code that it has written": (False, [USER, INDUCTOR, WRITTEN, OPS]),
+    "a graph that it has traced": (False, [USER, INDUCTOR, ("<eval_with_key>.7", "None"), OPS]),
+    "what dynamo runs as it is": (False, [USER, (f"{TORCH}/_dynamo/eval_frame.py", "torch._dynamo.eval_frame"), OPS]),
+    "the user's code within": (False, [USER, INDUCTOR, USER, OPS]),
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_whether_the_compiler_runs(case: str) -> None:
+    """What it asks, waits for, copies or draws is no line of a step, but what the code does that it has compiled is."""
+    expected, stack = STACKS[case]
+    call: Callable[[], bool] = compiler_runs
+    for file, module in reversed(stack):
+        scope: dict[str, Any] = {"call": call, "__name__": module}
+        exec(compile("def called(): return call()", file, "exec"), scope)
+        call = scope["called"]
+    assert call() is expected
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_compiler_runs_while_it_compiles() -> None:
+    """Also in a function of the user's that it calls then."""
+    found: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(compiler_runs())
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert (found, compiler_runs()) == ([True], False)

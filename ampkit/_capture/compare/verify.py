@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._torch.autograd.autograd import current_node, in_backward
 from ..._torch.autograd.backward_thread import run_backwards_here
-from ..._torch.compile import calls_from_compiled_code
+from ..._torch.compiler_code import calls_from_compiled_code
 from ..._torch.tensors.fast_paths import autocast_of_parts
 from ..._torch.tensors.modes import WatchingMode, enter
 from ..._torch.tensors.operators import written_arguments

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..._torch.compile import is_compilers_code, is_compiling
+from ..._torch.compiler_code import is_compilers_code, is_compiling
 from ..._torch.tensors.modules import MODULE_CALL
 from ..._user_line import NOT_THE_USERS, TORCH, is_ampkits, is_in_users_file, is_users_file
 from .code import functions_of, line_of, names, names_looked_up

@@ -20,7 +20,7 @@ from ..._torch.tensors.modes import WatchingMode, without_modes
 from ..._torch.tensors.operators import LIST_READS
 from ..._torch.tensors.tree import tensors_in, tree_flatten, tree_unflatten
 from ..._undo import Undo
-from ..._user_line import wraps_operations
+from ..._user_line import compiler_runs, wraps_operations
 from .replaced import replace_here
 
 wraps_operations(__file__)
@@ -53,7 +53,7 @@ class GivenNumbers(WatchingMode):
         kwargs = kwargs or {}
         counts = counts_of(op, args, kwargs)
         found = None
-        if counts and counts[0].tensor.device.type == self._device.type:
+        if counts and counts[0].tensor.device.type == self._device.type and not compiler_runs():
             found = next(self._numbers, None)
         if counts and found is not None:
             numbers: list[Any] = [next(self._ahead, None) if number is AHEAD else number for number in found]
@@ -103,11 +103,13 @@ def tell_lists(
     def told(place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         data = args[place] if len(args) > place and isinstance(args[place], (list, tuple)) else ()
         here = [tensor for tensor in tensors_in(data) if tensor.device.type == device.type]
-        if here and not place and (stacked := _stacked(data, kwargs)) is not None:
+        if not here or compiler_runs():
+            return original(*args, **kwargs)
+        if not place and (stacked := _stacked(data, kwargs)) is not None:
             stacks()
             return stacked
         # Of these alone torch makes the same tensor as of their numbers.
-        if not here or any(tensor.dim() or tensor.dtype not in (torch.int64, torch.bool) for tensor in here):
+        if any(tensor.dim() or tensor.dtype not in (torch.int64, torch.bool) for tensor in here):
             return original(*args, **kwargs)
         found = {id(tensor): numbers_of(tensor) for tensor in here}
         if None in found.values():
@@ -145,11 +147,15 @@ def nested(numbers: Sequence[int], shape: torch.Size) -> Any:
 
 
 def outermost(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what takes a method's place, except in calls within a call: torch function modes call it again."""
+    """Return what takes a method's place in calls of the step's.
+
+    It does not in calls within a call, for torch function modes call it again, nor in those of torch's compiler, which
+    asks what is in constants that it folds. Later calls of the step compile nothing, and ask nothing there.
+    """
     running: list[Tensor] = []
 
     def asked(original: Callable[..., Any], tensor: Tensor) -> Any:
-        if running:
+        if running or compiler_runs():
             return original(tensor)
         running.append(tensor)
         try:

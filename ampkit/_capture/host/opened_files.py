@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from ..._torch.compile import COMPILER_FOLDERS
 from ..._undo import Undo
-from ..._user_line import is_ampkits, is_in_users_file, real_frame, wraps_operations
+from ..._user_line import compiler_runs, is_ampkits, is_in_users_file, real_frame, wraps_operations
 from .replaced import replace_here
 
 wraps_operations(__file__)
@@ -45,7 +44,7 @@ def _opened(
     **kwargs: Any,
 ) -> Any:
     """Take the place of a function that opens a file."""
-    if writes(*args, **kwargs) and (place := _users_place()) is not None:
+    if writes(*args, **kwargs) and not compiler_runs() and (place := _users_place()) is not None:
         note(place)
     return original(*args, **kwargs)
 
@@ -69,7 +68,7 @@ def _users_place() -> tuple[str, int] | None:
     return None
 
 
-_NOT_FOR_THE_USER = (*COMPILER_FOLDERS, "<frozen importlib", logging.__file__)
+_NOT_FOR_THE_USER = ("<frozen importlib", logging.__file__)
 # Owner, name, and what tells of the arguments whether a file is written. `open` is one function under two names.
 _OPENING: tuple[tuple[Any, str, Callable[..., bool]], ...] = (
     (builtins, "open", _opens_to_write),

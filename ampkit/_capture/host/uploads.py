@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import CaptureError
-from ..._torch.compile import is_compiling
+from ..._torch.compiler_code import is_compiling
 from ..._torch.tensors.modes import WatchingMode, enter, show_copies_of_numbers, without_modes
 from ..._torch.tensors.operators import INDEXING, LIFT_FRESH, LIST_READS, TO_COPY, OperationCall, kind_of
 from ..._torch.tensors.tensors import storage_address, storage_of

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..._torch.autograd.autograd import ENGINE_CODE, ENGINE_ENTRIES, graph_nodes
 from ..._torch.autograd.backward_thread import run_backwards_here
-from ..._torch.compile import COMPILER
-from ..._torch.device.kernel_timing import KERNEL_TIMING
 from ..._torch.tensors import modes as torch_modes
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.fast_paths import autocast_of_parts
@@ -32,7 +30,7 @@ from ..._torch.tensors.operators import (
     op_builtin,
 )
 from ..._undo import Undo, keep_warning_filters, replace
-from ..._user_line import SourceLocation, UserLineFinder, real_frame, warn_at, wraps_operations
+from ..._user_line import SourceLocation, UserLineFinder, compiler_runs, real_frame, warn_at, wraps_operations
 from ..host.replaced import replace_here
 from ..host.uploads import Uploads
 from .draw_record import DrawRecorder
@@ -359,7 +357,7 @@ class Preflight(WatchingMode):
         # The wait is in no operation that was dispatched here. Its warning comes late, when a binding returns.
         place = self._user_line()
         late = self._stepped_aside and real_frame().f_code is ENGINE_CODE
-        if place is not None and place.key not in self._explained and not (late or _compiles(place)):
+        if place is not None and place.key not in self._explained and not (late or compiler_runs()):
             self._add(WAITS, place)
 
     def look_for_draws(self) -> None:
@@ -411,7 +409,7 @@ class Preflight(WatchingMode):
         """Add a problem of the line that runs, or that made this autograd node. Return its key, None if ignored."""
         place = self._user_line(node)
         in_engine = place is not None and (place.backward or not place.line)
-        if place is None or _compiles(place) or (in_engine and self._checks_nan and problem is READ):
+        if place is None or compiler_runs() or (in_engine and self._checks_nan and problem is READ):
             return None
         self._explained.add(place.key)
         if place.line and place.line in self._covered:
@@ -444,11 +442,6 @@ class Preflight(WatchingMode):
         if key is not None:
             known = self._found[key]
             self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
-
-
-def _compiles(place: SourceLocation) -> bool:
-    """Return whether torch's compiler runs there, or times kernels. It may wait: that is before the capture."""
-    return place.inside.startswith((*COMPILER, KERNEL_TIMING))
 
 
 _MEAN = 1  # torch.nn._reduction.get_enum("mean")

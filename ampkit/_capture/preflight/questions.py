@@ -42,7 +42,7 @@ from ..._torch.tensors.modes import enter, without_modes, without_torch_function
 from ..._torch.tensors.operators import LIFT_FRESH, OperationCall, kind_of, unmarked_writes
 from ..._torch.tensors.tensors import storage_address, storage_of
 from ..._undo import Undo
-from ..._user_line import is_ampkits, real_frame, running_line, wraps_operations
+from ..._user_line import compiler_runs, is_ampkits, real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.given_numbers import AHEAD, GivenNumbers, nested, numbers_in, outermost, tell_lists, unwatched
 from ..host.replaced import replace_here
@@ -227,6 +227,7 @@ class QuestionRecorder:
     def knows_numbers(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a capture can be given the numbers that an operation reads. To be called ahead of each one."""
         counts = counts_of(op, args, kwargs)
+        counts = None if counts and compiler_runs() else counts
         self._is_given_counts = counts is not None
         if not counts or counts[0].tensor.device.type != self._device.type:
             return False

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from ..._torch.compile import calls_from_compiled_code
+from ..._torch.compiler_code import calls_from_compiled_code
 from ..._torch.tensors.operators import LIFT_FRESH, OperationCall
 from ..._torch.tensors.tensors import storage_address
 from ..._user_line import is_users_call, real_frame, running_line, wraps_operations

@@ -9,7 +9,6 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from ..._undo import Undo
 from ..guard import private
 
-KERNEL_TIMING = "/".join(Path(__file__).parts[-4:])  # how messages name this file
 CALLS = 20  # between two events
 REPEATS = 3  # of which the fastest counts
 LONG_MS = 0.2  # beside this the host does not matter

@@ -766,7 +766,10 @@ def test_against_this_gpu(name, batch, policy):
 @pytest.mark.parametrize("nonfinite", [None, "skip"])
 @pytest.mark.parametrize("optimizer", GUARDED)
 def test_copies_of_a_guard_on_this_gpu(optimizer, nonfinite):
-    """P2: within 5 % of the peak of a guarded step, with the copies of an optimizer that is not fused."""
+    """P2: within 5 % of the peak of a guarded step, with the copies of an optimizer that is not fused.
+
+    The forecast is that of a plain loop, whose backward has a thread and so a workspace of its own.
+    """
     model, x = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))), torch.randn(64, 2048)
     forecast = debug.forecast(mean_square, model, GUARDED[optimizer](model.parameters()), (x,), nonfinite=nonfinite)
     gc.collect()
@@ -781,8 +784,9 @@ def test_copies_of_a_guard_on_this_gpu(optimizer, nonfinite):
     for _ in range(2):
         step(x)
     measured = torch.cuda.max_memory_allocated() - before
-    print(f"{optimizer}, {nonfinite}: forecast {forecast.peak / MIB:.1f} MiB, measured {measured / MIB:.1f}")
-    assert forecast.peak == pytest.approx(measured, rel=0.05)
+    expected = forecast.peak - cublas_workspace()
+    print(f"{optimizer}, {nonfinite}: forecast {expected / MIB:.1f} MiB, measured {measured / MIB:.1f}")
+    assert expected == pytest.approx(measured, rel=0.05)
 
 
 class Recurrent(nn.Module):

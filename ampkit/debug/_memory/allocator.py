@@ -181,7 +181,7 @@ class CachingAllocator(Allocator):
         self._add_free(block)
 
     def workspace(self, func: Any, in_backward: bool) -> int:
-        """Take cuBLAS's workspace when a thread first calls it. Backward runs in a thread of its own."""
+        """Take cuBLAS's workspace when a thread first calls it. In a plain loop, backward runs in one of its own."""
         if func.overloadpacket.__name__ not in _GEMM or in_backward in self._with_workspace:
             return 0
         self._with_workspace.add(in_backward)

@@ -80,9 +80,10 @@ def forecast(
     parameters, whole gradients, and what they are gathered and reduced in are temporary.
 
     For CUDA, torch's caching allocator is simulated, so a tensor counts as the block that it lies in. cuBLAS's
-    workspaces are counted too: those of an H100 where there is no GPU. Only the device knows the rest, which is not
-    counted: the workspaces that kernels take while they run, above all cuDNN's while it chooses algorithms; CUDA's own
-    context and the buffers of NCCL, which are not in `torch.cuda.memory_allocated` either.
+    workspaces are counted too: those of an H100 where there is no GPU. There are two, because backward has a thread of
+    its own. `graphed_step` runs it in the thread that calls, and takes one. Only the device knows the rest, which is
+    not counted: the workspaces that kernels take while they run, above all cuDNN's while it chooses algorithms; CUDA's
+    own context and the buffers of NCCL, which are not in `torch.cuda.memory_allocated` either.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, or `loss_fn(model, **batch)` where the batch is a dict. It returns the loss,

@@ -38,6 +38,9 @@ class Observer(Protocol):
             skipped: how many steps were skipped so far, a tensor on the device; None if there is no loss scale.
         """
 
+    def observe_next(self) -> bool:
+        """Observe the next optimizer step, unless ranks might not agree on that. Return whether it will be."""
+
     def first_nonfinite(self, since: int) -> str:
         """Return in words where a value was first not finite and reached a gradient; "" if that is not known.
 

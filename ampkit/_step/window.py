@@ -22,6 +22,9 @@ class Place(NamedTuple):
     parts: tuple[Part, ...]  # what else decides which graph may serve the call
 
 
+_SPARE = 3  # calls left of the 16 within which a stop raises, where it is known at last: see `NonfiniteGuard.bad_step`
+
+
 class NoStepError(Exception):
     """The call has done no part of a step, so that the window stays as it was before."""
 
@@ -54,6 +57,7 @@ class Window:
     asks: bool = True  # whether a call asks if training has stopped
     _said: bool = False  # whether an error has said that training has stopped
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
+    _observes_stopped: bool = False  # whether it measures in a window behind the stop, before an error says so
 
     def run(
         self,
@@ -138,10 +142,22 @@ class Window:
         return norm, skipped
 
     def refuse_stopped(self, calls: int = 1) -> None:
-        """Raise a `NonfiniteError` in front of calls, if it is known that training has stopped."""
-        guard = self._step.guard
-        if guard is not None and (number := guard.bad_step(calls)) is not None:
-            self._raise_stopped(number)
+        """Raise a `NonfiniteError` in front of calls, if it is known that training has stopped.
+
+        If the observer has not found the first layer, one window more is done, which changes no weight: it may be as
+        bad, and is observed. So no layer is missed because the device was late.
+        """
+        guard, observer = self._step.guard, self._step.observer
+        if guard is None or (number := guard.bad_step(calls)) is None:
+            return
+        if self._observes_stopped and self.count:
+            return
+        may_wait = self.count == 0 and self._size <= _SPARE and not (self._said or self._observes_stopped)
+        if observer is not None and may_wait and not observer.first_nonfinite(number - 1):
+            self._observes_stopped = observer.observe_next()
+            if self._observes_stopped:
+                return
+        self._raise_stopped(number)
 
     def look_now(self, *, again: bool) -> None:
         """Raise it if training has stopped by now, and if no error has said so, or `again`. Waits for the device."""
@@ -159,7 +175,7 @@ class Window:
         assert self._step.guard is not None  # what has stopped
         self.drop()
         self._step.guard.go_on()
-        self._said = False
+        self._said = self._observes_stopped = False
 
     def _named(self, number: int) -> str:
         return f"call {number}" if self._size == 1 else f"optimizer step {number} (accumulate={self._size})"

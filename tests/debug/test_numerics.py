@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ampkit
 import ampkit.debug
 from ampkit.debug import Numerics, NumericsReport
-from ampkit.debug._numerics.measurements import BIAS, BINS, NONFINITE, measure
+from ampkit.debug._numerics.measurements import BIAS, BINS, NONFINITE, AsyncCopies, measure
 from ampkit.debug._numerics.report import F16_MAX, safe_scale
 
 Engine = tuple[str, str]
@@ -831,6 +831,45 @@ def test_a_stop_names_the_first_layer(engine: Engine, every: int, lasts: bool) -
         assert 10 < int(found[1]) < 26
     else:
         assert "numerics=ampkit.debug.numerics(model, every=1) names the first layer" in str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.quick(5)
+def test_a_stop_on_a_late_device(engine: Engine, accumulate: int, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E3: whatever copies have arrived, a bad step is observed before `nonfinite="stop"` raises, within 16 calls.
+
+    With `accumulate=4` another window would go beyond them, so there the error says what to write.
+    """
+    device, graph = engine
+    take = AsyncCopies.take
+    monkeypatch.setattr(AsyncCopies, "take", lambda self, *, wait=False: take(self, wait=True) if wait else [])
+    model = make_net(device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = ampkit.graphed_step(
+        boosted_loss,
+        model,
+        optimizer,
+        policy="bfloat16",
+        nonfinite="stop",
+        numerics=ampkit.debug.numerics(model, every=100),
+        accumulate=accumulate,
+        graph=graph,
+    )
+    windows = 5 + before  # so that the copies of counters begin elsewhere
+    good = windows * accumulate
+    for batch in make_batches(device, [16] * good):
+        step(*batch)
+    made: list[Any] = []
+    bad = make_batches(device, [16] * (accumulate + 16))
+    with pytest.raises(ampkit.NonfiniteError) as raised:
+        made += (step(images * math.nan, *others) for images, *others in bad)
+    assert len(made) - accumulate < 16
+    assert f"{windows + 1}, counted from 1" in str(raised.value).replace(f" (accumulate={accumulate})", "")
+    found = re.search(r"has found the first overflow: conv, forward, step (\d+) ", str(raised.value))
+    assert (found is not None) == (accumulate < 4)
+    assert found is None or int(found[1]) >= windows
 
 
 def test_a_report_of_zeros_is_json() -> None:

@@ -170,6 +170,11 @@ class Numerics:
             self._skip_count_copies.start(self._step, skipped)
         self._step += 1
 
+    def observe_next(self) -> bool:
+        """See `Observer`."""
+        self._observe_next = not several_processes()
+        return self._observe_next
+
     def first_nonfinite(self, since: int) -> str:
         """See `Observer`."""
         self._take_copies(wait=True)

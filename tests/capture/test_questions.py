@@ -15,6 +15,14 @@ from tape import taped
 from torch import Tensor, nn
 
 import ampkit
+from ampkit._capture.host.given_numbers import AHEAD
+from ampkit._capture.host.host_tensors import HostTensors
+from ampkit._capture.host.uploads import Uploads, content_of
+from ampkit._capture.preflight import questions
+from ampkit._capture.preflight.watched_call import WatchedCall
+from ampkit._torch.tensors import operators
+from ampkit._torch.tensors.host_counts import Count
+from ampkit._torch.tensors.tensors import storage_address
 
 Engine = tuple[str, str]
 CLASSES, PADDING = 4, 9
@@ -169,6 +177,58 @@ def test_numbers_of_constants(engine: Engine, ask: Any) -> None:
     assert (messages, report.failure) == ([], None)
     assert report.replays >= 30
     assert_same(history, expected)
+
+
+def of_a_batch(x: Tensor, rows: Tensor) -> Tensor:
+    return (x > 0).sum() * rows
+
+
+def uploaded_first(x: Tensor, rows: Tensor) -> Tensor:
+    return rows.to(x.device) + torch.ones((), device=x.device, dtype=torch.int64) * rows
+
+
+def address_given_out(x: Tensor, rows: Tensor) -> Tensor:
+    rows.data_ptr()
+    return torch.ones((), device=x.device, dtype=torch.int64) * rows
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return one for each memory, also where there is none."""
+    return storage_address(tensor) or tensor.untyped_storage()._cdata
+
+
+BESIDE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Any]] = {  # with the numbers that are given
+    "of constants": (lambda x, rows: torch.ones((), device=x.device, dtype=torch.int64) * rows, [(16,)]),
+    "uploaded first": (uploaded_first, [(16,)]),
+    "of a batch": (of_a_batch, [(AHEAD,)]),
+    "address given out": (address_given_out, None),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize(
+    "made", [lambda: torch.tensor(16), lambda: torch.prod(torch.tensor([4, 4]))], ids=["made there", "computed there"]
+)
+def test_constants_of_the_host_beside_the_device(
+    made: Callable[[], Tensor], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D3: an operation of the device takes a number of constants from the host, and what it computes is one, too.
+
+    The device is one without memory, where a number is read as 16.
+    """
+    compute, expected = BESIDE[case]
+    monkeypatch.setattr(Count, "read", lambda count: 16)
+    for module in (operators, questions):
+        monkeypatch.setattr(module, "storage_address", address_of)
+    device = torch.device("meta")
+    x = torch.empty(4, device=device)
+    uploads = Uploads(device, HostTensors())
+    monkeypatch.setattr(uploads, "constant", lambda tensor: content_of(tensor) and None)
+    call = WatchedCall(device, [x], {}, uploads)
+    with call.preflight, call.recording():
+        call.questions.knows_numbers(operators.READ, (compute(x, made()),), {})
+    asked = call.questions.asked()
+    assert (None if asked is None else [*asked.numbers]) == expected
 
 
 def selects(net: Any, h: Tensor, mask: Tensor, y: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ key, or are always the same. They are asked at no cut: there, almost each call w
 rehearsal and the capture the operations that read them are given them (`host_counts`).
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -322,7 +323,9 @@ class QuestionRecorder:
     def _give_out(self, original: Callable[..., Any], given: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the place of a method that tells where the memory of a tensor is, or a storage."""
         told = original(given, *args, **kwargs)
-        if not is_ampkits(real_frame()):  # which writes nowhere by an address
+        # ampkit's own code writes nowhere by an address. It calls through `replaced`, as all others do, and may lie
+        # between a line and its operation: `content_of` reads a constant while the user's operation is noted.
+        if not is_ampkits(sys._getframe(2)):
             self._made.pop(storage_address(given) if isinstance(given, Tensor) else told, None)
         return told
 

@@ -131,7 +131,8 @@ def graphed_step(
             back. With `accumulate` it sees the gradients of the whole window.
         after_step: called with the model behind the optimizer, under `no_grad`, and captured. It may update an average
             of the weights (`averaged.update_parameters` of torch's `AveragedModel`) or constrain them. A step that the
-            loss scale skips calls it, too; it may ask `scaler.found_inf` and do nothing then.
+            loss scale skips calls it, too; it may ask `scaler.found_inf` and do nothing then. With
+            `on_failure="parts"` it is called eagerly behind each graph if it, or what it calls, cannot be captured.
         after_every: call `after_step` behind one of so many optimizer steps that this object does, skipped ones
             counted. Steps with and without it have graphs of their own; `scan` and `window` make their calls one by
             one then.
@@ -236,11 +237,11 @@ def graphed_step(
     if ranks.sharded:
         _refuse_on_shards(optimizers, before_step, scaler)
     as_torch = _read_arithmetic(arithmetic, moments, compile, model, policy, optimizers, ranks)
+    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     not_with_optimizer, place = place_of(
-        optimizers, scaler, options, ranks, as_torch=as_torch, follower=after_step, compiled=compile is not None
+        optimizers, scaler, options, ranks, as_torch=as_torch, follower=follow_up, compiled=compile is not None
     )
     blocker = _blocker(model, loss_fn, options) or not_with_optimizer
-    follow_up, follower = (None, None) if after_step is None else capturable(after_step)
     step = step_maker(compile, options, sharded=ranks.sharded)(
         loss_fn,
         model,

@@ -1,9 +1,7 @@
 """Where the optimizer steps, and `after_step` is called: as a part of the graphs, or eagerly behind each of them."""
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -49,7 +47,7 @@ class OptimizerPlace(MovableOptimizer):
         why_behind: why they step behind the graphs at first; "" if they are a part of them and stay one.
         may_join: those that may become a part.
         holds: whether they are a part from the beginning, with their rates as constants. They leave if one changes.
-        follower: `after_step`, if it may leave the graphs. It does where one of its lines cannot be captured.
+        follower: what is called as `after_step`, if it may leave the graphs. It does where it cannot be captured.
         stacked: those that `StackedMuon` steps, which graphs can hold.
         in_tensors: those that read their rates, and count their steps, in tensors on the device, in eager calls too.
 
@@ -181,11 +179,9 @@ class OptimizerPlace(MovableOptimizer):
     def leave(self, changed: str = "", *, problem: str = "") -> bool:
         """Step behind the graphs from now on, if this optimizer may do so, see `MovableOptimizer`.
 
-        If the problem is one of `after_step`, that leaves them, and the optimizer stays.
+        If the problem may be one of `after_step`, that leaves them, and the optimizer stays.
         """
-        if problem and not self.follows_behind and _has_line(self._follower, problem):
-            self.follows_behind, self._moved = problem, True
-            self.state.leave_out(self._follower)
+        if problem and self.leave_follower(problem):
             return True
         if not self.behind and any(groups.program for groups in self.groups):
             self._others += bool(changed)
@@ -198,6 +194,14 @@ class OptimizerPlace(MovableOptimizer):
         with_it = f"together with the step of {type(self._named).__name__}, the training step could not be captured"
         self.why_behind = self._text(changed) if changed else f"{with_it}: {problem}"
         self.state.hold([])
+        return True
+
+    def leave_follower(self, problem: str) -> bool:
+        """Call `after_step` behind the graphs from now on, if that may help. Return whether it was a part of them."""
+        if self._follower is None or self.follows_behind or not self.state.reads.may_be_of_follower(problem):
+            return False
+        self.follows_behind, self._moved = problem, True
+        self.state.leave_out(self._follower)
         return True
 
     def _text(self, changed: str, problem: str = "") -> str:
@@ -227,7 +231,8 @@ def place_of(
 ) -> tuple[str, OptimizerPlace]:
     """Return why nothing can be captured with these optimizers, "" if something can, and where they step.
 
-    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`. `follower` is `after_step`.
+    With `as_torch` a step has to have the bits of a loop of torch's, see `why_other_bits`. `follower` is what is called
+    as `after_step`.
     With `compiled` a Muon steps by compiled code, if the step has one process: each of several would compile by itself.
     """
     stacked = [each for each in optimizers if compiled and not ranks.several and can_stack(each)]
@@ -251,20 +256,6 @@ def place_of(
     # Each rank would decide by itself.
     may_join = all(map(may_be_constant, others)) and not ranks.several
     return "", made(why, may_join=others if may_join else (), follower=follower)
-
-
-def _has_line(function: Callable[..., object] | None, problem: str) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
-        return False
-    codes = [code]
-    for each in codes:  # with those of functions that are defined in it
-        codes += [part for part in each.co_consts if isinstance(part, CodeType)]
-    lines = {line for each in codes for *_, line in each.co_lines() if line is not None}
-    return any(f"{code.co_filename}:{line}:" in problem for line in lines)
 
 
 def can_read_rates(optimizers: Sequence[Optimizer], place: OptimizerPlace, blocker: str) -> list[bool]:

@@ -420,8 +420,9 @@ class TrainingStep:
         if self._after_step is None:
             return
         backup = None if self.guard is None else WrittenBackup(())
+        noted = nullcontext() if self._state is None else self._state.reads.noting_follower()
         with torch.no_grad():
-            with nullcontext() if backup is None else backup:
+            with noted, nullcontext() if backup is None else backup:
                 self._after_step(self._model)
             if backup is not None:
                 backup.put_back(skipped)

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from harness import ENGINES, assert_same, bits, deterministic, leave_out_inducto
 from tape import taped
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampkit
 
@@ -337,6 +339,91 @@ def test_an_after_step_that_cannot_be_captured(engine: Engine, kind: str, option
     assert step.report().failure is None
     assert "test_before_step.py" in str(step.report().eager_after_step)
     assert_same(found[1], found[0])
+
+
+def ramped(average: list[Tensor], params: list[Tensor], count: Tensor) -> None:
+    """Average with a decay that grows, computed on the host, in a line that the passed function only leads to."""
+    decay = min(0.99, (1 + float(count)) / (10 + float(count)))
+    torch._foreach_lerp_(average, params, 1 - decay)
+
+
+def counts_on(optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
+    """Count in an attribute of the optimizer: what is said of that names no line."""
+    optimizer.calls = getattr(optimizer, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+class StepsRates:
+    """Steps a learning-rate scheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def __call__(self, net: nn.Module) -> None:
+        self.scheduler.step()
+
+
+def reads_loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The same loss, with a line that cannot be captured."""
+    loss = loss_fn(net, x, y)
+    assert loss.item() > 0
+    return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["average", "lambda", "scheduler", "attribute"])
+@pytest.mark.parametrize("loss", [loss_fn, reads_loss])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_lines_that_after_step_leads_to(engine: Engine, kind: str, loss: Callable[..., Tensor]) -> None:
+    """G3: whatever it calls, it costs only itself. All else is captured: the step, or, with such a loss, its update."""
+    found = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        optimizer = OPTIMIZERS["fused"](net)
+        average = AveragedModel(net, multi_avg_fn=ramped)
+        follow: Callable[[nn.Module], object] = average.update_parameters
+        if kind == "lambda":
+            follow = lambda net, average=average: average.update_parameters(net)  # noqa: E731
+        elif kind == "scheduler":
+            follow = StepsRates(optimizer)
+        elif kind == "attribute":
+            follow = partial(counts_on, optimizer)
+        # With a tape, the capture is not compared with the call before it, which shows the number in the lambda's code.
+        frozen = engine[0] == "cpu" and kind != "lambda"
+        with warnings.catch_warnings(record=True) as caught, deterministic(), taped() if frozen else nullcontext():
+            warnings.simplefilter("always")
+            step = ampkit.graphed_step(loss, net, optimizer, after_step=follow, graph=graph)
+            history = []
+            for x, y in batches(engine[0], 24):
+                step(x, y)
+                averaged = [*map(bits, average.state_dict().values())]
+                history.append((training_state(net, optimizer, step.scaler), averaged))
+        found.append(history)
+    report = step.report()
+    assert report.failure is None
+    assert kind == "attribute" or "test_before_step.py" in str(report.eager_after_step)
+    if loss is loss_fn:
+        assert (report.outcome, report.captures > 0, step.replays >= 10) == ("whole", True, True), str(report)
+    else:
+        assert (report.outcome, report.updates) == ("in parts", 1), str(report)
+    told = [str(each.message) for each in caught if each.category is ampkit.CaptureWarning]
+    assert [text.endswith("which has all else of the step.") for text in told].count(True) == 1
+    assert_same(found[1], found[0])
+
+
+def test_a_loss_that_cannot_be_captured_leaves_after_step_in_its_graph(engine: Engine) -> None:
+    """G3: lines of `loss_fn` alone do not move `after_step`, which is captured with the update."""
+    torch.manual_seed(0)
+    net = Net().to(engine[0])
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    options: dict[str, Any] = {"after_step": average.update_parameters, "graph": engine[1]}
+    step = ampkit.graphed_step(reads_loss, net, OPTIMIZERS["fused"](net), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        for x, y in batches(engine[0], 16):
+            step(x, y)
+    report = step.report()
+    assert (report.outcome, report.updates, report.eager_after_step) == ("in parts", 1, None), str(report)
 
 
 @pytest.mark.parametrize("divide", ["accumulate", "actual"])

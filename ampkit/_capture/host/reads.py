@@ -58,12 +58,13 @@ with its value and a line that reads it.
 
 import contextlib
 import functools
+import operator
 import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -117,6 +118,8 @@ from .roots import Notes, Path, PathKey, Reader, is_left_alone, unreadable
 _OPENED = "the file written in "
 _KIND = re.compile(f"the variable |the attribute |{_OPENED}")
 _ATTRIBUTE = re.compile(r"\.([A-Za-z_]\w*)")
+_A_LINE = re.compile(r":(\d+): `")  # as `line_text` writes it
+_file = operator.attrgetter("co_filename")
 
 
 class _Source(NamedTuple):
@@ -202,6 +205,8 @@ class Reads:
         self._widened = False
         # What the last step has left another number in, or longer or shorter, with the line.
         self.written: dict[str, Line | None] = {}
+        self._follows = False  # whether what a step calls last runs, which may leave the graphs
+        self._of_follower: dict[int, CodeType] = {}  # what that has called, by identity: there may be no hash
 
     @contextlib.contextmanager
     def noting(self, modules: Sequence[nn.Module], in_parts: Callable[[], bool]) -> Iterator[None]:
@@ -216,7 +221,13 @@ class Reads:
         executed = Executed()
         start = {key: self._follow(path).found() for key, path in self._paths.items()}
         notes = Notes(self._looked_at, self._functions, modules, executed)
-        recorder = CallRecorder(modules, executed, notes.take)
+
+        def take(frame: FrameType) -> Sequence[nn.Module] | None:
+            if self._follows:
+                self._of_follower[id(frame.f_code)] = frame.f_code
+            return notes.take(frame)
+
+        recorder = CallRecorder(modules, executed, take)
         with executed.noting():
             with seeing_opened_files(self._note_opened), seeing_calls(recorder.on_call) as has_seen_all:
                 yield
@@ -228,6 +239,26 @@ class Reads:
                 notes.problem = notes.problem or unreadable(error)
             self._problem = notes.problem
             self._learn_names(recorder, recorder.names(observed))  # last: the paths were followed with the old names
+
+    @contextlib.contextmanager
+    def noting_follower(self) -> Iterator[None]:
+        """Context for what a step calls last, and may be called behind its graphs, see `may_be_of_follower`."""
+        self._follows = True
+        try:
+            yield
+        finally:
+            self._follows = False
+
+    def may_be_of_follower(self, problem: str) -> bool:
+        """Return whether what keeps a step from being captured may lie in what it calls last.
+
+        That is so unless the problem names lines, and none of what that has called in the steps that were watched.
+        """
+        if not self._of_follower or not _A_LINE.search(problem):
+            return True
+        codes = self._of_follower.values()
+        found = {file: set(re.findall(re.escape(file) + _A_LINE.pattern, problem)) for file in {*map(_file, codes)}}
+        return any(str(line) in found[_file(code)] for code in codes for *_, line in code.co_lines())
 
     def loads(self, name: str) -> bool:
         """Return whether code of steps reads attributes of this name."""

@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..._capture.engine.engine import Engine
+from ..._capture.engine.fallback import MovableOptimizer
 from ..._capture.engine.options import Options
 from ..._capture.engine.session import Session
 from ..._capture.graph.report import Report
 from ..._capture.state.state import TrainingState
+from ..optimizer_place import OptimizerPlace
 from ..training_step import PartOfStep, Phase, TrainingStep
 
 UPDATE = "the update of the parameters"
@@ -27,6 +29,19 @@ class WithinFunction:
 
     def close(self) -> None:
         pass
+
+
+class _FollowerOfUpdate(MovableOptimizer):
+    """`after_step`, which leaves the graph of the update, and those of whole steps, where it cannot be captured."""
+
+    def __init__(self, place: OptimizerPlace) -> None:
+        self._place = place
+
+    def leave(self, changed: str = "", *, problem: str = "") -> bool:
+        if not (problem and self._place.leave_follower(problem)):
+            return False
+        self.follows_behind = problem
+        return True
 
 
 class CapturedUpdate:
@@ -50,6 +65,7 @@ class CapturedUpdate:
             options=replace(options, on_failure="eager", verify=0, capturing=False),
             ranks=step.ranks,
             name=f"{owner}, {UPDATE}",
+            optimizer=_FollowerOfUpdate(step.place),
         )
         self._engine: Engine | None = None  # made when a step is first done in parts
 

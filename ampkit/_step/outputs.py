@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._arguments import shown
 from .._errors import AmpkitWarning
 from .._text import type_text
-from .._torch.autograd.autograd import last_divisor
+from .._torch.autograd.autograd import last_factor
 from .._torch.tensors.modes import without_dispatch_modes, without_torch_function
 from .._torch.tensors.tree import tree_flatten, tree_unflatten
 from .._user_line import users_level
@@ -56,8 +56,8 @@ def check_loss(loss: object) -> None:
 def hint_at_division(loss: Tensor, accumulate: int) -> None:
     """Warn if a loss seems to be divided for accumulation already, which the step does itself."""
     with without_dispatch_modes(), without_torch_function():
-        divisor = last_divisor(loss)
-    if divisor == accumulate:
+        factor = last_factor(loss)
+    if factor == 1.0 / accumulate:
         warnings.warn(
             f"graphed_step(accumulate={accumulate}): loss_fn divides its loss by {accumulate}, and the step divides "
             "each loss by accumulate itself. Return the loss undivided, unless this number counts something else.",

@@ -293,10 +293,13 @@ DIVIDED_TWICE: dict[str, Callable[..., Any]] = {
     "in place, with aux": lambda model, x: (_mean(model, x).div_(4.0), x),
     "a sum of means": lambda model, x: (_mean(model, x) + 0.5 * _mean(model, x)).div(4),
     "a loss of torch's": lambda model, x: nn.functional.mse_loss(model(x), x) / 4,
+    "a product": lambda model, x: 0.25 * _mean(model, x),
 }
 DIVIDED_ONCE: dict[str, Callable[..., Any]] = {
     "as it is": _mean,
     "by another number": lambda model, x: _mean(model, x) / 3,
+    "by no number at all": lambda model, x: _mean(model, x) * 0.0,
+    "a product of a sum": lambda model, x: 0.25 * model(x).square().mean(1).sum(),
     "by a tensor": lambda model, x: _mean(model, x) / (0 * x + 4).mean(0, keepdim=True).sum(),
     "a sum over the 4 samples": lambda model, x: model(x).square().mean(1).sum() / len(x),
     "sums of torch's": lambda model, x: (nn.functional.mse_loss(model(x), x, reduction="sum") + 1) / 4,

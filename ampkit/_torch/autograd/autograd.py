@@ -159,19 +159,21 @@ def _saved_attributes(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def last_divisor(loss: Tensor) -> float | None:
-    """Return the number that a loss was divided by last. None if there is none on the host, or if that makes a mean.
+def last_factor(loss: Tensor) -> float | None:
+    """Return the number that a loss was multiplied by last, or the inverse of the one that it was divided by.
 
-    To be called without modes, which would see that the number is read.
+    None if there is none on the host, or if that makes a mean. To be called without modes, which would see that the
+    number is read.
     """
     node: Any = loss.grad_fn
-    if type(node).__name__ != "DivBackward0" or _is_sum(node.next_functions[0][0]):
+    kind = type(node).__name__
+    if kind not in ("DivBackward0", "MulBackward0") or _is_sum(node.next_functions[0][0]):
         return None
     # Torch makes a tensor of a number of Python's.
-    divisor = getattr(getattr(node, "_raw_saved_other", None), "data", None)
-    return (
-        float(divisor) if isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu" else None
-    )
+    saved = getattr(getattr(node, "_raw_saved_other", None), "data", None)
+    if not isinstance(saved, Tensor) or saved.dim() or saved.device.type != "cpu" or not saved:
+        return None
+    return float(saved) if kind == "MulBackward0" else 1.0 / float(saved)
 
 
 def _is_sum(node: Any) -> bool:

@@ -1,6 +1,7 @@
 """Numbers that are no Python floats or ints, and arrays of them: a change of one that a step reads is noticed."""
 
 import array
+import copy
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
+from ampkit._capture.host.objects import any_name, holders, restoring
 
 CONFIG = SimpleNamespace()
 READ: dict[type, Callable[[Any, Tensor], Any]] = {
@@ -160,6 +162,22 @@ def test_an_array_that_the_step_changes() -> None:
         results = [step(torch.ones(2, 4)) for _ in range(8)]
     assert step.captures == 0
     assert seen[0] == len(results)
+
+
+ARRAYS = [numpy.ones(2), numpy.ones(2, "float16"), numpy.array(["a", "b"]), numpy.ones(2, ">i4"), bytearray(b"ab")]
+
+
+@pytest.mark.parametrize("first", [*ARRAYS, array.array("f", [1, 2])], ids=repr)
+def test_an_array_is_put_back(first: Any) -> None:
+    """W1: behind a capture that failed. One that cannot be written to, and so was not, raises no error."""
+    value, fixed = copy.copy(first), numpy.broadcast_to(numpy.ones(1), (2,))
+    tables = [held for owner in (value, fixed) for held in holders(owner, any_name, set())]
+    restores = [restore for held in tables if (restore := restoring(held)) is not None]
+    value[0] = 3
+    assert bytes(value) != bytes(first)
+    for restore in restores:
+        restore()
+    assert (len(tables), bytes(value)) == (2, bytes(first))
 
 
 def test_the_warning_has_the_values() -> None:

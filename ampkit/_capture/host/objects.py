@@ -290,7 +290,7 @@ def restoring(held: HeldTable) -> Callable[[], None] | None:
         return None if value is ABSENT else functools.partial(_set_context, owner, value)
     if isinstance(table, _Members) and type(owner) is set:
         return functools.partial(_set_members, owner, set(owner))
-    if isinstance(table, _Array) and not isinstance(owner, CData):
+    if isinstance(table, _Array) and not (isinstance(owner, CData) or memoryview(owner).readonly):
         everything = ... if hasattr(owner, "shape") else slice(None)
         return functools.partial(operator.setitem, owner, everything, copy.copy(owner))
     if isinstance(table, MappingProxyType):

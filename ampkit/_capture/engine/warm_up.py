@@ -96,23 +96,22 @@ class WarmUp:
                     outputs = self._call(layout, cold, call)
                     layout.count_call(cold)
             undo.forget()
-        unreadable = "" if layout.unreadable in layout.problem else layout.unreadable
-        unaveraged = why_not_averaged()
-        if unaveraged in layout.problem:  # it is said once
-            unaveraged = ""
-        written = [_WRITTEN.format(what) for what in layout.written]
-        # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
-        problem = "\n".join(filter(None, (unaveraged, layout.problem, unreadable, *written)))
-        if self._state.finds_gradients and layout.rehearsal.gradients_of:
-            used = gradients_of(layout.loose, self._state.reads, layout.rehearsal.gradients_of, self._state.tensors())
-            problem = "\n".join(filter(None, (problem, used)))
-        gone = replaced(layout.loose)
-        if gone not in problem:  # it is said once
-            problem = "\n".join(filter(None, (problem, gone)))
-        layout.end_call(cold, self._host_changes.added_to(self._with_undeclared(problem)))
+        problem = self._with_undeclared(self._problem(layout, why_not_averaged()))
+        layout.end_call(cold, self._host_changes.added_to(problem))
         if (printing := self._host_changes.take_printing()) and isinstance(layout.stage, Warm) and not layout.problem:
             self._session.fallback.warn_once("prints", printing)
         return outputs, drawn, asked
+
+    def _problem(self, layout: Layout, unaveraged: str) -> str:
+        """Return why the layout cannot be captured, with what has shown since it was last said; each reason once."""
+        state, used = self._state, ""
+        if state.finds_gradients and layout.rehearsal.gradients_of:
+            used = gradients_of(layout.loose, state.reads, layout.rehearsal.gradients_of, state.tensors())
+        written = (_WRITTEN.format(what) for what in layout.written)
+        found = [unaveraged, layout.unreadable, *written, used, replaced(layout.loose)]
+        first, *new = (text if text not in layout.problem else "" for text in found)
+        # Before the preflight's finding: the copy for which the Reducer makes the host wait, in no line of the user's.
+        return "\n".join(filter(None, (first, layout.problem, *new)))
 
     def _call(self, layout: Layout, cold: Cold, call: EagerCall) -> Any:
         fn = seeing_capture(self._session.fn, layout.answer.sees_capture)

@@ -373,19 +373,7 @@ class Reads:
         if in_parts:
             read = {key: line for key, line in read.items() if Reader.MODULE in notes.readers[key]}
         paths = {**self._paths, **notes.paths}
-
-        again = set[Place]()
-        for key, text in different(notes.before, after):
-            was, becomes = (found[key].get(text, ABSENT) for found in (notes.before, after))
-            grows = text.endswith("]") and ABSENT in (was, becomes)
-            if key in read and (grows or (is_write(was, becomes) and not text.endswith(".keys()"))):
-                name = f"{paths[key]}{around_entries(text) if grows else text}"
-                is_new = grows or self._own.is_new((key, text), was, becomes) or self.may_stop(name)
-                if not is_new and self._is_set_by_replays(paths[key], text):
-                    again.add((key, text))
-                    continue
-                self.written[f"the variable {name}"] = read[key]
-        self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
+        again = self._note_written(notes, after, read)
 
         def changed(before: dict[Key, dict[str, Any]], after: dict[Key, dict[str, Any]]) -> set[Place]:
             """Return what counts as changed: of a list or dict that has another length, all that is in it."""
@@ -423,6 +411,25 @@ class Reads:
             self._line.setdefault(key, line)
         kept = self._readers.keys() | {key for key, _ in self._own.places}
         self._paths = {key: path for key, path in paths.items() if key in kept}
+
+    def _note_written(self, notes: Notes, after: dict[Key, dict[str, Any]], read: dict[PathKey, Line]) -> set[Place]:
+        """Take note of the variables that the step has left another number in, or longer or shorter.
+
+        Return the places that are none of these: they have numbers that earlier calls left there, too, and replays set.
+        """
+        again = set[Place]()
+        for key, text in different(notes.before, after):
+            was, becomes = (found[key].get(text, ABSENT) for found in (notes.before, after))
+            grows = text.endswith("]") and ABSENT in (was, becomes)
+            if key in read and (grows or (is_write(was, becomes) and not text.endswith(".keys()"))):
+                name = f"{notes.paths[key]}{around_entries(text) if grows else text}"
+                is_new = grows or self._own.is_new((key, text), was, becomes) or self.may_stop(name)
+                if not is_new and self._is_set_by_replays(notes.paths[key], text):
+                    again.add((key, text))
+                else:
+                    self.written[f"the variable {name}"] = read[key]
+        self.written |= {f"the variable {text}": line for text, line in notes.grown().items()}
+        return again
 
     def forget(self) -> None:
         """Compare no variables any more. What names count in modules is known for good."""
@@ -465,42 +472,11 @@ class Reads:
         found[_METHODS] = {text: noted_function(function) for _, _, text, function in methods}
         numbers = list(class_numbers(kinds, lambda name: is_read(name) or is_set(name)))
         found[_NUMBERS] = {text: number for _, _, text, number in numbers}
-        ways: dict[int, tuple[Any, dict[Any, None]]] = {}
-        for table, key in (
-            *chain.from_iterable(source.way for source in sources),
-            *(each[:2] for each in (*methods, *numbers)),
-        ):
-            ways.setdefault(id(table), (table, {}))[1][key] = None
-        readers = [(getter(list(keys), type(table)), table) for table, keys in ways.values()]
-        inside = [holder for source in sources for holder in source.holders]
-        readers += [(read, holder.table) for holder in inside if (read := holder.reader()) is not None]
-        on_way = [value for path in compared.values() for value in path.values() if not is_left_alone(value)]
-        called = [value for source in sources if (value := users_function(source.value))]
-        called += [function for *_, function in methods]
-        readers += [(getter(list(each)), each) for function in called if (each := function.__kwdefaults__)]
-        roots = [path.root for path in compared.values()]
-        missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
-        readers += [(_is_there(root.name), root.owner) for root in missing]
-        tables = [holder.table for holder in inside]
-        tables += map(vars, filter(is_looked_into, modules)) if names.of_all else []
-        tables += map(own_table, on_way)
-        cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
-        tensors = [
-            (each(), each.place)
-            for key, values in found.items()
-            for text, each in values.items()
-            if isinstance(each, TensorReference) and not own.leaves_out((key, text), each)
-        ]
-        return Reading(
-            ReadValues(found, name, was_looked_at, own),
-            [read for read, _ in readers],
-            [table for _, table in readers],
-            list({id(table): table for table in tables if table is not None}.values()),
-            list(cells.values()),
-            [*on_way, *(holder.table[key] for holder in inside for key in holder.inner)],
-            called,
-            [tensor for tensor, place in tensors if tensor is not None and place is not None],
-        )
+        of_classes = [(table, key) for table, key, *_ in (*methods, *numbers)]
+        tables = [*map(vars, filter(is_looked_into, modules))] if names.of_all else []
+        values = ReadValues(found, name, was_looked_at, own)
+        functions = [function for *_, function in methods]
+        return _reading(values, sources, list(compared.values()), of_classes, functions, tables)
 
     def constants(self, modules: Sequence[nn.Module], paths: Sequence[str]) -> Iterator[HostConstant]:
         """Yield the values that steps have read, as they are now. `paths` are those of the modules."""
@@ -592,6 +568,58 @@ class Reads:
         is_read = any_name if path.key in self._whole else is_read or self._names.has_somewhere
         inside = holders(value, is_read, set(), is_set=is_set, all_entries=all_entries)
         return _Source(path.key, text, way, value, list(inside))
+
+
+def _reading(
+    values: ReadValues,
+    sources: Sequence[_Source],
+    paths: Sequence[Path],
+    of_classes: Sequence[tuple[Any, Any]],
+    methods: Sequence[FunctionType],
+    tables: Sequence[Any],
+) -> Reading:
+    """Return by what the next calls notice that a value may be another one.
+
+    Args:
+        values: what was seen.
+        sources: what was followed.
+        paths: those of the variables among these.
+        of_classes: the tables of the user's classes, each with the name of a method or of a number.
+        methods: these methods.
+        tables: those of modules.
+    """
+    ways: dict[int, tuple[Any, dict[Any, None]]] = {}
+    for table, key in (*chain.from_iterable(source.way for source in sources), *of_classes):
+        ways.setdefault(id(table), (table, {}))[1][key] = None
+    inside = [holder for source in sources for holder in source.holders]
+    on_way = [value for path in paths for value in path.values() if not is_left_alone(value)]
+    called = [*(function for source in sources if (function := users_function(source.value))), *methods]
+    roots = [path.root for path in paths]
+    missing = [root for root in roots if root.scope is Scope.GLOBAL and root.value() is ABSENT]
+    readers = [
+        *((getter(list(keys), type(table)), table) for table, keys in ways.values()),
+        *((read, holder.table) for holder in inside if (read := holder.reader()) is not None),
+        *((getter(list(each)), each) for function in called if (each := function.__kwdefaults__)),
+        *((_is_there(root.name), root.owner) for root in missing),
+    ]
+    extensible = [*(holder.table for holder in inside), *tables, *map(own_table, on_way)]
+    cells = {id(root.owner): root.owner for root in roots if root.scope is Scope.ENCLOSING}
+    tensors = [
+        (each(), each.place)
+        for key, found in values.found.items()
+        for text, each in found.items()
+        if isinstance(each, TensorReference) and not values.left_out.leaves_out((key, text), each)
+    ]
+    return Reading(
+        values,
+        [read for read, _ in readers],
+        [table for _, table in readers],
+        list({id(table): table for table in extensible if table is not None}.values()),
+        list(cells.values()),
+        [*on_way, *(holder.table[key] for holder in inside for key in holder.inner)],
+        called,
+        [tensor for tensor, place in tensors if tensor is not None and place is not None],
+    )
 
 
 def holds_numbers(found: dict[str, Any], text: str) -> bool:

@@ -67,7 +67,7 @@ class GivenNumbers(WatchingMode):
         if self._differs is None:
             return len(numbers) == len(counts) and None not in numbers
         with unrecorded():
-            is_same = numbers == [count.read() for count in counts]
+            is_same = numbers == [comparable(count.read()) for count in counts]
         if not is_same:
             self._differs()
         return is_same

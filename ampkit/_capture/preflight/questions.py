@@ -239,7 +239,7 @@ class QuestionRecorder:
             self._numbers.append(None)
             return False
         with unwatched(self._device):
-            numbers = [count.read() for count in counts]
+            numbers = [comparable(count.read()) for count in counts]
         known = [self._answered(source, type(number), number) for source, number in zip(sources, numbers, strict=True)]
         self._numbers.append(tuple(AHEAD if number is None else number for number in known))
         return True

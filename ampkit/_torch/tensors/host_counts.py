@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._text import comparable
 from ..guard import private
 from .operators import INDEXING, READ, kind_of
 from .tree import tensors_in
@@ -42,7 +41,7 @@ class Count(NamedTuple):
 
     def read(self) -> Any:
         """Return the number. Sync: it waits for the device."""
-        return comparable(READ(self.tensor if self.by is None else self.by(self.tensor)))
+        return READ(self.tensor if self.by is None else self.by(self.tensor))
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -145,28 +145,23 @@ def read_declared(
 
 
 def device_of_all(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> torch.device | None:
-    """Return the device of the modules, None if they have no tensor.
+    """Return the device of the modules and of what the optimizers hold, None if there is no tensor.
 
-    Raise a `ValueError` if they are on several ones, or if an optimizer cannot step their parameters.
+    Raise a `ValueError` if they are on several ones, or if an optimizer computes wrong values.
     """
     for module in modules:
         free_whole_parameters(module)
     devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    devices |= {param.device for optimizer in optimizers for param in parameters(optimizer)}
     if len(devices) > 1:
         found = ", ".join(map(str, devices))
         raise ValueError(
-            f"graphed(modules): expected parameters and buffers on one device, found {found}. Use module.to(device)."
+            "graphed(modules, optimizers): expected parameters and buffers on one device, found "
+            f"{found}. Use module.to(device)."
         )
-    known = {param for module in modules for param in module.parameters()}
     for i, optimizer in enumerate(optimizers):
         if broken := broken_kernel(optimizer):
             raise ValueError(f"graphed(optimizers): optimizers[{i}]: {broken}")
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-        if strangers:
-            raise ValueError(
-                f"graphed(optimizers): optimizers[{i}] holds {len(strangers)} parameters of no module in modules, the "
-                f"first of shape {tuple(strangers[0].shape)}. Pass their module in modules=(...)."
-            )
     return devices.pop() if devices else None
 
 

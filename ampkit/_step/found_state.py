@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .._capture.state.walk import module_of
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.step_kind import parameters, why_not_capturable
 from .._torch.optimizers import remove_step_hook
@@ -42,18 +43,26 @@ class FoundState:
     Args:
         device: where the function computes.
         optimizers: those that are known, whether the call steps them or not.
+        modules: those that are known.
 
     Attributes:
         optimizers: these, and those that the call has stepped.
         device: the same.
     """
 
-    def __init__(self, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, device: torch.device, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module] = ()
+    ) -> None:
         self.device: torch.device = device
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
-        self._modules: list[nn.Module] = []
+        self._given, self._modules = list(modules), list(modules)
         self._loose: list[Tensor] = []  # parameters of optimizers that belong to none of these
         self._gradients: dict[int, Tensor | None] = {}  # in front of the call, by the identity of the parameter
+
+    def find_owners(self) -> None:
+        """Find the modules of what the optimizers hold, without a call."""
+        with without_torch_function():
+            self._look({}, set())
 
     @contextmanager
     def finding(self) -> Iterator[None]:
@@ -97,7 +106,9 @@ class FoundState:
             stack.enter_context(groups.applied())
 
     def _look(self, before: dict[int, tuple[Any, ...]], written: set[int]) -> None:
-        stepped = [param for optimizer in self.optimizers for param in parameters(optimizer)]
+        parts_given = {id(part) for module in self._given for part in parts_of(module)}
+        known = {id(param) for module in self._given for param in module.parameters()}
+        stepped = [param for each in self.optimizers for param in parameters(each) if id(param) not in known]
         found = written.union(map(id, stepped))
         live, owners = live_modules(), set[int]()
         for module in live:
@@ -108,9 +119,13 @@ class FoundState:
                     owners.add(id(module))
         parts = [(module, _parts(module)) for module in live] if owners else []
         containing = [(top, below) for top, below in parts if not owners.isdisjoint(map(id, below))]
-        containing = [(top, below) for top, below in containing if self._may_be_declared(below)]
+        containing = [
+            (top, below)
+            for top, below in containing
+            if self._may_be_declared(below) and parts_given.isdisjoint(map(id, below))
+        ]
         inner = {id(part) for top, below in containing for part in below if part is not top}
-        self._modules = [top for top, _ in containing if id(top) not in inner]
+        self._modules = self._given + [top for top, _ in containing if id(top) not in inner]
         known = {id(param) for module in self._modules for param in module.parameters()}
         self._loose = [param for param in stepped if id(param) not in known]
         self._gradients = {id(tensor): gradient for tensor, _, gradient, _ in before.values()}
@@ -118,10 +133,9 @@ class FoundState:
     def declared(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         """Return what a user would have to declare: modules, the largest on the device, and optimizers.
 
-        Parameters that belong to no module are in one of their own. A tensor that is no `nn.Parameter` is left out.
+        Parameters that belong to no module are in one of their own.
         """
-        params = [param for param in self._loose if isinstance(param, nn.Parameter)]
-        return [*self._modules, *([nn.ParameterList(params)] if params else [])], self.optimizers
+        return [*self._modules, *([module_of(self._loose)] if self._loose else [])], self.optimizers
 
     def gradients(self) -> list[Tensor | None]:
         """Return what the call has found in `param.grad` of each parameter of the modules."""

@@ -25,6 +25,7 @@ from .._capture.preflight.sparse_gradients import why_not_dense
 from .._capture.ranks.ranks import Ranks
 from .._capture.ranks.shards import refuse_sharded
 from .._capture.state.state import TrainingState
+from .._capture.state.watch import strangers
 from .._errors import AmpkitWarning
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.scaler import GradScaler
@@ -77,7 +78,7 @@ def graphed(
     For a step that is not one loss and one optimizer (`graphed_step` is for that): a GAN, several losses, an update
     written by hand, an evaluation without gradients. The function may do whatever a training step does (`zero_grad`,
     autocast, `backward`, `scaler.step`, `scaler.update`, changes in place), as long as it computes everything from its
-    arguments and the declared state, and changes only declared state.
+    arguments, and from modules and optimizers, and changes only these.
 
     ::
 
@@ -85,12 +86,13 @@ def graphed(
         def train_step(real, noise): ...
 
     Args:
-        modules: every module whose parameters or buffers it changes, or whose parameters get a gradient, on one device;
-            () if there is none. One that is only read, such as a frozen teacher, may be left out. None: the first call
-            is watched. It finds these modules, the optimizers that step, and parameters of these that belong to no
-            module. What only a later call changes or steps is not found: it is named, and must be declared.
-        optimizers: every optimizer it steps, over parameters of these modules; capturable ones, see `graphed_step`.
-            With `modules=None`, those that the first call does not step.
+        modules: a hint at modules whose parameters or buffers it changes, or whose parameters get a gradient, on one
+            device. None: the first call is watched, and finds them. Either way, what calls change, train or step
+            beside these is found in the call of a warm-up that shows it. Only modules under `DistributedDataParallel`
+            or `fully_shard`, with sparse gradients or with parts on other devices, and parameters of no module that no
+            optimizer steps, are named then, if they get gradients.
+        optimizers: optimizers that it steps; capturable ones, see `graphed_step`. Those are found, too. Parameters of
+            no module, which may be any leaf that requires grad, count as a module of their own.
         scaler: the gradient scaler it uses, if any.
         scheduler: stepped once behind each call in which the function steps the scheduler's optimizer, or skips its
             step for an overflow; or a list, such as one per optimizer. So the function must not step it. One that has
@@ -147,6 +149,10 @@ def graphed(
         optimizers = with_optimizers_of(schedulers, optimizers)
     buckets = read_given_buckets(buckets)
     device = None if modules is None else device_of_all(modules, optimizers)
+    if modules is not None and device is not None and strangers(optimizers, nn.ModuleList(modules).parameters()):
+        found = FoundState(device, optimizers, modules)
+        found.find_owners()
+        modules, optimizers = found.declared()
     return lambda fn: GraphedFunction(
         fn, modules, optimizers, scaler, device, options, schedulers=schedulers, buckets=buckets, compile=compile
     )

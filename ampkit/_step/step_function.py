@@ -49,7 +49,7 @@ class StepFunction:
 
     _fn: Callable[..., Any]
     modules: Mapping[str, nn.Module]
-    groups: Sequence[CapturableGroups]
+    groups: list[CapturableGroups]
     _scaler: GradScaler | None
     _shards: ShardedModules
     name: str
@@ -72,6 +72,26 @@ class StepFunction:
         """
         params = self._parameters()
         set_gradients(params, self._left_gradients(params, before))
+
+    def take_in(
+        self, device: torch.device, optimizers: Sequence[torch.optim.Optimizer], is_new: Callable[[Tensor], bool]
+    ) -> None:
+        """Have later calls step these optimizers, and train all modules of the state, as if they had been declared.
+
+        Gradients that the last call has made of these are put where graphs will write them. `is_new(gradient)` returns
+        whether that call has made it.
+        """
+        if not self.state.problem:  # else optimizers step as they are
+            groups = [CapturableGroups(optimizer, device) for optimizer in optimizers]
+            for each in groups:
+                each.refresh()
+                with each.applied():  # moves step counts to the device
+                    pass
+            self.groups.extend(groups)
+            self.state.take_in(optimizers, groups)
+        self.state.generation()  # takes in parameters of no module
+        ours, found = set(map(id, self.state.own.values())), get_gradients(self._parameters())
+        self.keep_gradients([grad if grad is None or id(grad) in ours or not is_new(grad) else None for grad in found])
 
     def _parameters(self) -> list[nn.Parameter]:
         return [param for module in self.modules.values() for param in module.parameters()]

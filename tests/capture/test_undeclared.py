@@ -1,13 +1,12 @@
-"""What a function uses beside its declared state: refused with its name where a graph would be wrong, else taken in."""
+"""What a function uses beside its declared state: taken in, or named where a graph would be wrong."""
 
 import copy
 import threading
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from harness import ENGINES, marked_line
+from harness import ENGINES, assert_same, bits, marked_line
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -41,7 +40,6 @@ class Case:
         all: the modules whose values count.
     """
 
-    says: str
     declared: dict[str, Any]
     all: tuple[nn.Module, ...]
 
@@ -50,8 +48,6 @@ class Case:
 
 
 class Optimizer(Case):
-    says = r"steps an optimizer that is not declared \(SGD\).* Pass it in ampkit\.graphed\(optimizers="
-
     def __init__(self, device: str) -> None:
         self.model = linear(device)
         self.optimizer = sgd(self.model)
@@ -61,13 +57,11 @@ class Optimizer(Case):
         loss = self.model(x).square().sum()
         self.optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()  # HERE Optimizer
+        self.optimizer.step()
         return loss
 
 
 class OneOfTwoOptimizers(Case):
-    says = r"steps an optimizer that is not declared \(SGD\)"
-
     def __init__(self, device: str) -> None:
         self.model, self.other = linear(device), linear(device, 1)
         self.optimizers = sgd(self.model), sgd(self.other)
@@ -80,13 +74,11 @@ class OneOfTwoOptimizers(Case):
             optimizer.zero_grad()
         loss.backward()
         for optimizer in self.optimizers:
-            optimizer.step()  # HERE OneOfTwoOptimizers
+            optimizer.step()
         return loss
 
 
 class Gradient(Case):
-    says = r"uses Sequential\.0\.(weight|bias), which gets a gradient and belongs to no declared module"
-
     def __init__(self, device: str) -> None:
         self.model, self.critic = linear(device), nn.Sequential(linear(device, 1), nn.Tanh())
         self.optimizer = sgd(self.model)
@@ -94,7 +86,7 @@ class Gradient(Case):
         self.all = (self.model, self.critic)
 
     def __call__(self, x: Tensor) -> Tensor:
-        loss = self.critic(self.model(x)).sum()  # HERE Gradient
+        loss = self.critic(self.model(x)).sum()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -102,27 +94,23 @@ class Gradient(Case):
 
 
 class Statistics(Case):
-    says = r"uses BatchNorm1d\.num_batches_tracked, which the function changes and which belongs to no declared module"
-
     def __init__(self, device: str) -> None:
         self.model, self.norm = linear(device), nn.BatchNorm1d(4, affine=False).to(device)
         self.declared, self.all = {"modules": (self.model,)}, (self.model, self.norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.norm(self.model(x)).sum()  # HERE Statistics
+            return self.norm(self.model(x)).sum()
 
 
 class ByHand(Case):
-    says = r"uses Linear\.weight, which the function changes"
-
     def __init__(self, device: str) -> None:
         self.model, self.average = linear(device), linear(device, 1)
         self.declared, self.all = {"modules": (self.model,)}, (self.model, self.average)
 
     def __call__(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.average.weight.lerp_(self.model.weight, 0.1)  # HERE ByHand
+            self.average.weight.lerp_(self.model.weight, 0.1)
             return self.average(x).sum()
 
 
@@ -136,44 +124,61 @@ def values(case: Case) -> list[Tensor]:
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.quick(3)
-def test_it_is_refused_at_the_capture(engine: Engine, kind: type[Case]) -> None:
-    """The message names what it is, the line that uses it and what to declare; no call was done half."""
-    device, graph = engine
-    case = kind(device)
-    function = ampkit.graphed(**case.declared, graph=graph, on_failure="raise")(case)
-    *first, last = batches(device, 4)
-    for x in first:
-        function(x)
-    before = values(case)
-    with pytest.raises(ampkit.CaptureError, match=kind.says) as error:
-        function(last)
-    assert marked_line(__file__, kind.__name__).removesuffix("`").partition("  #")[0] in str(error.value)
-    torch.testing.assert_close(values(case), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.quick(3)
-def test_it_goes_on_eagerly(engine: Engine, kind: type[Case]) -> None:
-    """With on_failure="eager" there is one warning, and the values of plain calls, also when a rate changes."""
+def test_it_is_captured(engine: Engine, kind: type[Case]) -> None:
+    """What is declared is a hint: the function has the bits of plain calls, also when a rate changes."""
     device, graph = engine
 
-    def run(graphed: bool) -> list[Any]:
+    def run(graph: str) -> list[Any]:
         case = kind(device)
-        function: Any = ampkit.graphed(**case.declared, graph=graph)(case) if graphed else case
+        function = ampkit.graphed(**case.declared, graph=graph, on_failure="raise")(case)
         seen: list[Any] = []
-        for i, x in enumerate(batches(device, 8)):
+        for i, x in enumerate(batches(device, 9)):
             for optimizer in getattr(case, "optimizers", [getattr(case, "optimizer", None)]):
                 if optimizer is not None:
                     optimizer.param_groups[0]["lr"] = 0.1 / (1 + i)
-            seen.append((float(function(x).detach()), values(case)))
+            grads = [None if p.grad is None else bits(p.grad) for module in case.all for p in module.parameters()]
+            seen.append((bits(function(x)), values(case), grads))
+        assert graph == "off" or (function.captures, function.replays) == (1, 6)
         return seen
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = run(graphed=True)
-    assert len([w for w in caught if issubclass(w.category, ampkit.CaptureWarning)]) == 1
-    torch.testing.assert_close(found, run(graphed=False))
+    assert_same(run(graph), run("off"))
+
+
+def test_a_module_that_cannot_be_taken_in() -> None:
+    """The message names the line that uses it, and what to declare; no call was done half."""
+    model, embedding = linear("cpu"), nn.Embedding(4, 4, sparse=True)
+
+    def function(x: Tensor) -> Tensor:
+        loss = (model(x) * embedding(torch.arange(4).repeat(2))).sum()  # HERE sparse
+        loss.backward()
+        return loss
+
+    graphed = ampkit.graphed(modules=(model,), graph="emulate", on_failure="raise")(function)
+    *first, last = batches("cpu", 4)
+    for x in first:
+        graphed(x)
+    before = bits(embedding.weight.detach())
+    with pytest.raises(ampkit.CaptureError, match=r"uses Embedding\.weight, which gets a gradient") as error:
+        graphed(last)
+    assert marked_line(__file__, "sparse").removesuffix("`").partition("  #")[0] in str(error.value)
+    assert_same(bits(embedding.weight.detach()), before)
+
+
+def test_an_optimizer_in_a_loss() -> None:
+    """A training step has an optimizer of its own, and takes in no other one."""
+    model, other = linear("cpu"), linear("cpu", 1)
+    mine = sgd(other)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        mine.step()  # HERE loss
+        return model(x).square().mean()
+
+    step = ampkit.graphed_step(loss_fn, model, sgd(model), graph="emulate", on_failure="raise")
+    *first, last = batches("cpu", 4)
+    for x in first:
+        step(x)
+    with pytest.raises(ampkit.CaptureError, match=r"steps an optimizer that is not declared \(SGD\).* Pass it in"):
+        step(last)
 
 
 def teach(model: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
@@ -379,9 +384,24 @@ def test_a_function_without_modules(engine: Engine, modules: tuple[nn.Module, ..
 
 
 def test_an_optimizer_without_its_modules() -> None:
-    """modules=() beside an optimizer is refused, as before: it holds parameters of no module."""
-    with pytest.raises(ValueError, match="holds 2 parameters of no module in modules"):
-        ampkit.graphed(modules=(), optimizers=(sgd(linear("cpu")),))
+    """The modules of what it holds are found when the function is decorated: their mode is a part of the key."""
+    dropout = nn.Sequential(linear("cpu"), nn.Dropout())
+    optimizer = sgd(dropout)
+
+    def step(x: Tensor) -> Tensor:
+        loss = dropout(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    function = ampkit.graphed(modules=(), optimizers=(optimizer,), graph="emulate", on_failure="raise")(step)
+    for x in batches("cpu", 6):
+        function(x)
+    assert (function.captures, function.replays) == (1, 3)
+    dropout.eval()
+    with pytest.warns(ampkit.CaptureWarning, match="train/eval mode"):
+        function(x)
 
 
 def test_other_threads_may_make_tuples() -> None:

@@ -1,6 +1,5 @@
 """`ampkit.graphed()` without `modules=`: what the function changes is found in its first call, in all modes."""
 
-import collections
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -354,29 +353,27 @@ def test_a_part_of_a_module_that_cannot_be_declared() -> None:
 
 
 def test_an_optimizer_that_steps_later() -> None:
-    """TD3's first call moves no actor. The layout that does is named, and the message says what to declare."""
-    torch.manual_seed(0)
-    learner = TD3("cpu", "fused", 8)
-    function = ampkit.graphed(graph="emulate")(learner.update)
-    batch = [torch.rand(t.shape) for t in TD3.batch("cpu")]
-    calls = [(*batch, i % 2 == 1) for i in range(14)]
-    with pytest.warns(ampkit.CaptureWarning, match=r"steps an optimizer that is not declared \(Adam\)"):
-        collections.deque(map(function, *zip(*calls, strict=True)), maxlen=0)
-    # A first call that does everything finds everything.
-    learner = TD3("cpu", "fused", 8)
-    whole = ampkit.graphed(graph="emulate", on_failure="raise")(learner.update)
-    for *tensors, moves_actor in calls:
-        whole(*tensors, not moves_actor)
-    assert whole.captures == 2
+    """TD3's first call moves no actor. What moves it is found in the call that does, and bits are those of the loop."""
+    results = []
+    batches = [torch.rand(t.shape, generator=torch.Generator().manual_seed(3)) for t in TD3.batch("cpu")]
+    for graph in ("off", "emulate"):
+        torch.manual_seed(0)
+        learner = TD3("cpu", "fused", 8)
+        function = ampkit.graphed(graph=graph, on_failure="raise")(learner.update)
+        torch.manual_seed(1)
+        for i in range(14):
+            function(*batches, i % 2 == 1)
+        results.append([bits(param.detach()) for module in learner.modules for param in module.parameters()])
+    assert function.captures == 2
+    assert_same(results[1], results[0])
 
 
 def test_what_is_found_and_cannot_be_used() -> None:
-    """Modules on two devices; a tensor that is no parameter: one warning, and eager calls with the bits of the loop."""
+    """Parameters on two devices: one warning, and eager calls with the bits of the loop."""
 
     def made() -> Any:
-        torch.manual_seed(0)
-        weight = torch.ones(4, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.125, fused=True)
+        weight, other = (torch.ones(4, requires_grad=True, device=device) for device in ("cpu", "meta"))
+        optimizer = torch.optim.SGD([weight, other], lr=0.125)
 
         def update(x: Tensor) -> tuple[Tensor, ...]:
             optimizer.zero_grad()
@@ -388,7 +385,7 @@ def test_what_is_found_and_cannot_be_used() -> None:
         return update, lambda: {"weight": weight.detach()}
 
     _, expected = run(made, lambda i: [torch.full((3, 4), i / 8.0)], None)
-    with pytest.warns(ampkit.CaptureWarning, match="1 parameters of no module in modules"):
+    with pytest.warns(ampkit.CaptureWarning, match="expected parameters and buffers on one device, found"):
         graphed, found = run(made, lambda i: [torch.full((3, 4), i / 8.0)], "emulate")
     assert_same(found, expected)
     assert graphed.replays == 0

@@ -358,15 +358,15 @@ def test_a_function_without_reference_cycles(engine: Engine) -> None:
         ({"modules": nn.Linear(2, 2)}, r"graphed\(modules=Linear\): expected a tuple of torch.nn.Module"),
         (
             {"modules": (nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))},
-            r"graphed\(modules\): expected parameters and buffers on one device, found (cpu, meta|meta, cpu)",
+            r"expected parameters and buffers on one device, found (cpu, meta|meta, cpu)",
         ),
         ({"warmup": 0}, r"graphed\(warmup=0\): expected an int of at least 1"),
         ({"graph": "on"}, r"graphed\(graph='on'\): expected one of 'auto', 'emulate', 'off'"),
         ({"scaler": torch.amp.GradScaler("cpu")}, r"torch.amp.grad_scaler.GradScaler\): expected an ampkit.GradScaler"),
         ({"optimizers": torch.optim.SGD([torch.zeros(1)])}, r"optimizers=\(optimizer,\)"),
         (
-            {"optimizers": (torch.optim.SGD([torch.zeros(3)], fused=True),)},
-            r"optimizers\[0\] holds 1 parameters of no module in modules, the first of shape \(3,\)",
+            {"modules": (nn.Linear(2, 2),), "optimizers": (torch.optim.SGD([torch.zeros(3, device="meta")]),)},
+            r"modules, optimizers\): expected parameters and buffers on one device, found (cpu, meta|meta, cpu)",
         ),
     ],
 )

@@ -113,6 +113,10 @@ class Layout:
         """Take note of what the call under the preflight has shown beside problems."""
         self.uploads_in_operations, self.loose = uploads_in_operations, loose
 
+    def forget_writes(self) -> None:
+        """Have the next call note anew which tensors of the state it changes: there are more of them."""
+        self.writes = Writes()
+
     def look_again(self, cold: Cold, problem: str) -> None:
         """Have the next call be made under the preflight again, and the one behind it as a rehearsal; once.
 

@@ -15,6 +15,7 @@ from ..graph.graph import capture_stream
 from ..graph.kernel_names import KernelNames
 from ..graph.timing import Clock
 from ..host.uploads import Uploads
+from ..preflight.undeclared import TakeIn
 from ..ranks.ranks import Ranks
 from ..state.settings_history import SettingsHistory
 from ..state.state import TrainingState
@@ -42,6 +43,8 @@ class Session:
         optimizer: where the optimizer steps, if that may be behind `fn`.
         watching: returns a context for the call of `fn` that runs under the preflight.
         declared: whether the user has declared what `fn` may change, so that it may change nothing else.
+        take_in: takes optimizers that a call steps beside those of the state, and gradients that it leaves to modules
+            that have just come into the state, see `Undeclared`. None: `fn` may train nothing that is not declared.
         one_argument: whether every call has one argument, the batch.
         untimed: how many calls of a layout are slower than later ones, and are not timed.
         splitter: does calls in parts that cannot be captured.
@@ -59,6 +62,7 @@ class Session:
     optimizer: MovableOptimizer = UNMOVED
     watching: Callable[[], AbstractContextManager[Any]] = nullcontext
     declared: bool = False
+    take_in: TakeIn | None = None
     one_argument: bool = False
     untimed: int = 1
     splitter: Splitter = NEVER

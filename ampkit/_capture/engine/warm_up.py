@@ -41,7 +41,9 @@ class WarmUp:
         self._state = session.state
         self._eager = eager
         self._draws, self._questions = draws, questions
-        self._undeclared = Undeclared(session.state, session.device, refuses_changes=session.declared)
+        self._undeclared = Undeclared(
+            session.state, session.device, refuses_changes=session.declared, take_in=session.take_in
+        )
         self._host_changes = HostChanges(session.state, session.options.may_stop)
         self._state.reads.let_stop(session.options.may_stop, some=session.options.host_writes != "name")
         # In these, the allocator can give back later what a call frees.
@@ -179,6 +181,11 @@ class WarmUp:
                 observer.take_for_each_other(renewed)
                 observer.lost = memory - state.held_tensors().memory()
         layout.note_look(watched.provenance.in_operations, self._undeclared.take_loose())
+        layout.writes.note_addresses(state, observer.written)
+        if takes_in := self._undeclared.take_in(observer):
+            session.cache.clear()  # graphs that do several calls read the rates of the optimizers that were known
+            session.settings_history.accept()
+            layout.forget_writes()
         self._compare_what_was_read(layout)
         if renewed and not len(session.cache):
             session.settings_history.accept()
@@ -192,7 +199,8 @@ class WarmUp:
             "".join(raised),
             watched.questions.changed(),
             has_made=state.is_undecided() or state.tensors().keys() != known,
-            has_kept=not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new()),  # none was there
+            # None was there.
+            has_kept=takes_in or (not cold.calls and any(not tensors_in(was) for _, _, _, was in held.new())),
         )
 
     def _watched(self, layout: Layout, call: EagerCall, watched: WatchedCall, raised: list[str]) -> Any:
@@ -278,7 +286,7 @@ class _Seen(NamedTuple):
     raised: str  # what the code has raised that got the other answer, "" if it has not
     changed: set[str]  # the paths of the state that it has asked about, and has changed then
     has_made: bool  # whether it has made state, or some of it is still undecided
-    has_kept: bool  # whether it is the first call, and has left a tensor where there was none
+    has_kept: bool  # whether it is the first call, and has left a tensor where there was none; or has widened the state
 
 
 _FEW = 2  # layouts; more may be one in each call

@@ -23,10 +23,17 @@ class Use:
     """How a call used memory that was there before it."""
 
     tensor: "weakref.ref[Tensor]"  # a tensor in that memory
+    address: int  # of the memory
     line: str  # the user's line that used it first
     by_user: bool  # whether that line used it itself, and not through ampkit, a backward or compiled code
     written: bool = False  # whether an operation wrote to it
     is_lost: bool = False  # whether it is no longer where it was
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the tensor is gone, or lies in other memory now, as one behind `tensor.data = ...` does."""
+        tensor = self.tensor()
+        return self.is_lost or tensor is None or storage_address(tensor) != self.address
 
 
 @dataclass(eq=False)
@@ -44,6 +51,7 @@ class Touched:
     _read: set[int] = field(default_factory=set)
     _written_on_host: dict[int, str] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)  # of each other memory, by its address
+    written: set[int] = field(default_factory=set)  # addresses of all memory that operations have written to
     nested: bool = False  # whether there was a nested tensor
     lost: set[int] = field(default_factory=set)  # addresses of what is no longer where it was before the call
 
@@ -67,12 +75,13 @@ class Touched:
                 by_user = is_users_call(frame, wrapped=True) and not calls_from_compiled_code(frame)
                 if by_user and tensor.numel() == 1 and tensor.device.type == "cpu":
                     by_user = _is_held(tensor, (call, call.given, call.kwargs, call.made, call.written))
-                self.uses[address] = Use(weakref.ref(tensor), running_line(frame), by_user)
+                self.uses[address] = Use(weakref.ref(tensor), address, running_line(frame), by_user)
         for tensor, address in zip(call.written, call.written_at, strict=True):
             if is_on_host(tensor, self._device):
                 self._written_on_host.setdefault(address, running_line(real_frame()))
             if (use := self.uses.get(address)) is not None:
                 use.written = True
+        self.written.update(filter(None, call.written_at))
         self._read |= given.difference(call.written_at)
         self._made |= set(call.made_at) - given
 
@@ -96,12 +105,16 @@ class Touched:
         """Take what was done with the first tensor of each pair for what was done with the second one."""
         for old, new in pairs:
             if (use := self.uses.pop(storage_address(old), None)) is not None:
-                use.tensor = weakref.ref(new)
-                self.uses[storage_address(new)] = use
+                use.tensor, use.address = weakref.ref(new), storage_address(new)
+                self.uses[use.address] = use
 
     def has_read(self, tensor: Tensor) -> bool:
         """Return whether an operation has read this tensor."""
         return storage_address(tensor) in self._read
+
+    def made_in_call(self, tensor: Tensor) -> bool:
+        """Return whether an operation has made this tensor."""
+        return storage_address(tensor) in self._made
 
     def wrote(self, tensor: Tensor) -> bool:
         """Return whether an operation has made this tensor, or written to it."""

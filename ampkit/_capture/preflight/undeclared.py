@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,58 +10,79 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..._optimizer.step_kind import broken_kernel, parameters, why_not_capturable
 from ..._torch.compile import seeing_allocations_of_compiled_code
 from ..._torch.optimizers import remove_step_hook
 from ..._torch.tensors.fake_tensors import is_fake
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import live_modules, module_tables, parts_of
-from ..._torch.tensors.tensors import is_tensor, storage_address
+from ..._torch.tensors.tensors import is_tensor, local_shard, storage_address
 from ..._torch.tensors.tree import tensors_in
 from ..._undo import Undo
 from ..._user_line import running_line, wraps_operations
 from ..host.reads import Reads
+from ..state.bound import why_not_scripted
 from ..state.state import TrainingState
+from .sparse_gradients import why_not_dense
 from .touched import Touched, Use, addresses
 
 wraps_operations(__file__)
+
+# take_in(optimizers, is_new): takes optimizers whose steps can be captured into the state, and gradients of all that is
+# in it. `is_new(gradient)` returns whether the last call has made it.
+TakeIn = Callable[[Sequence[torch.optim.Optimizer], Callable[[Tensor], bool]], object]
 
 
 class Undeclared:
     """Looks for optimizers and modules that a step uses beside those of its state.
 
-    An optimizer must be declared, because a graph would freeze its learning rate. A module must be declared if it gets
-    gradients, because they would lie in the memory of the graph. A module that is only read, such as a frozen teacher,
-    need not be declared. It is taken into the state, so that graphs are dropped when a tensor in it is replaced.
+    A module that is only read, such as a frozen teacher, is taken into the state, so that graphs are dropped when a
+    tensor in it is replaced. A graph would freeze the learning rate of an optimizer that is not in the state, and
+    gradients of a module would lie in the memory of the graph. So `take_in` takes these in, or else they are problems.
 
     Args:
         state: the declared modules and optimizers.
         device: where the step computes.
-        refuses_changes: whether a module that the step changes must be declared as well. Otherwise it is taken into the
-            state.
+        refuses_changes: whether a module that the step changes must be declared. Otherwise it is taken into the state.
+        take_in: see `Session.take_in`.
     """
 
-    def __init__(self, state: TrainingState, device: torch.device, *, refuses_changes: bool) -> None:
+    def __init__(
+        self, state: TrainingState, device: torch.device, *, refuses_changes: bool, take_in: TakeIn | None = None
+    ) -> None:
         self._state = state
         self._device = device
-        self._refuses_changes = refuses_changes
+        self._refuses_changes, self._take_in = refuses_changes, take_in
         self._problems: list[str] = []
         self._to_adopt: list[nn.Module] = []
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._is_changed = False  # whether a call changes one of these modules
         self._loose: list[Use] = []
 
     @contextmanager
     def watching(self, leaves: Sequence[Any]) -> "Iterator[Touched]":
         """Context for an eager call with these inputs. It yields a function to be called with each operation."""
-        self._problems, self._to_adopt, self._loose = [], [], []
+        self._problems, self._to_adopt, self._stepped, self._loose, self._is_changed = [], [], [], [], False
         touched = Touched(addresses(self._state.tensors().values()) | addresses(tensors_in(leaves)), self._device)
         thread = threading.get_ident()
         declared = (*self._state.optimizers, *self._state.eager_optimizers)
+        held = {id(param) for each in declared for param in parameters(each)}
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            # The inner part of a declared optimizer works on the param groups of that.
-            groups = {id(group) for known in declared for group in known.param_groups}
+            # The inner part of an optimizer works on the param groups of that.
+            groups = {id(group) for known in (*declared, *self._stepped) for group in known.param_groups}
             is_known = optimizer in declared or all(id(group) in groups for group in optimizer.param_groups)
-            if threading.get_ident() == thread and not is_known:
-                self._problems.append(_OPTIMIZER.format(_at(running_line(sys._getframe(1))), type(optimizer).__name__))
+            if threading.get_ident() != thread or is_known:
+                return
+            line, name = _at(running_line(sys._getframe(1))), type(optimizer).__name__
+            if self._take_in is None:
+                self._problems.append(_OPTIMIZER.format(line, name))
+            elif not held.isdisjoint(map(id, parameters(optimizer))):
+                self._problems.append(_ANOTHER_OPTIMIZER.format(line, name))
+            elif problem := why_not_capturable(optimizer) or broken_kernel(optimizer):
+                self._problems.append(f"{line}{problem}")
+            else:
+                self._stepped.append(optimizer)
 
         with Undo() as undo:
             undo.note(remove_step_hook, on_step)
@@ -105,6 +126,18 @@ class Undeclared:
             self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
         return bool(modules)
 
+    def take_in(self, touched: Touched) -> bool:
+        """Take in what the call that was watched last trains or changes. Return whether there is anything.
+
+        Then that call has not shown how later ones use it.
+        """
+        if self._take_in is None or not (self._is_changed or self._stepped):
+            return False
+        self.adopt()
+        stepped, self._stepped, self._is_changed = self._stepped, [], False
+        self._take_in(stepped, touched.made_in_call)
+        return True
+
     def _look_at(self, touched: Touched) -> None:
         declared = {module for top in self._state.modules.values() for module in parts_of(top)}
         live = {made for made in live_modules() if type(made).__hash__ is not None}
@@ -113,9 +146,10 @@ class Undeclared:
         self._loose = [use for use in touched.uses.values() if use.by_user and id(use) not in owned]
         for address, use in touched.uses.items():
             use.is_lost = address in touched.lost
+        stepped = {id(param) for optimizer in self._stepped for param in parameters(optimizer)}
         for use in self._loose:
             tensor = use.tensor()
-            if tensor is not None and tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+            if tensor is not None and id(tensor) not in stepped and _gets_gradient(tensor, touched):
                 self._problems.append(_LOOSE_GRADIENT.format(_at(use.line)))
         # The largest modules that contain some of the owners and nothing that is declared.
         parts = {module: set(parts_of(module)) for module in live} if owners else {}
@@ -124,13 +158,16 @@ class Undeclared:
         for root in containing:
             if root in inner:
                 continue
-            problem = ""
+            may_train = self._take_in is not None and _may_train(root, self._device)
+            is_changed, problem = False, ""
             for prefix, module in root.named_modules():
                 for key, tensor, use in owners.get(module, ()):
                     name = ".".join(filter(None, (type(root).__name__, prefix, key)))
+                    trains = _gets_gradient(tensor, touched)
+                    is_changed |= trains or use.written
                     if problem:
                         break
-                    if tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad):
+                    if trains and not may_train:
                         problem = _GRADIENT.format(_at(use.line), name)
                     elif use.written and self._refuses_changes:
                         problem = _CHANGED.format(_at(use.line), name)
@@ -138,11 +175,12 @@ class Undeclared:
                 self._problems.append(problem)
             else:
                 self._to_adopt.append(root)
+                self._is_changed |= is_changed
 
 
 def replaced(loose: Iterable[Use]) -> str:
     """Return which lines use tensors that have been replaced since, "" if none."""
-    gone = (use for use in loose if use.is_lost or use.tensor() is None)
+    gone = (use for use in loose if use.is_replaced)
     return "\n".join(dict.fromkeys(_REPLACED.format(_at(use.line)) for use in gone))
 
 
@@ -168,6 +206,22 @@ def gradients_of(loose: Iterable[Use], reads: Reads, tensors: Set[int], known: M
     return "\n".join(_USES_GRADIENT.format(where) for where in dict.fromkeys(lines))
 
 
+def _gets_gradient(tensor: Tensor, touched: Touched) -> bool:
+    """Return whether the call has made the gradient that this tensor has now, or has written to it."""
+    return tensor.is_leaf and tensor.grad is not None and touched.wrote(tensor.grad)
+
+
+def _may_train(module: nn.Module, device: torch.device) -> bool:
+    """Return whether calls may train a module that was taken into the state only now.
+
+    Ranks that average gradients, or have a part of each parameter, must be known before the first call.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    elsewhere = any(tensor.device != device or local_shard(tensor) is not tensor for tensor in tensors)
+    averages = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts_of(module))
+    return not (elsewhere or averages or why_not_dense([module]) or why_not_scripted({"": module}))
+
+
 def _used(module: nn.Module, uses: dict[int, Use]) -> list[tuple[str, Tensor, Use]]:
     """Return the tensors of this module, but not of its children, that were used, with their names."""
     used = []
@@ -188,6 +242,10 @@ _OPTIMIZER = (
     "{0}steps an optimizer that is not declared ({1}), so that a graph would freeze its learning rate. Pass it in "
     "ampkit.graphed(optimizers=(...), modules=(...))."
 )
+_ANOTHER_OPTIMIZER = (
+    "{0}steps an optimizer that is not declared ({1}), over parameters of another one. If each call makes one, make it "
+    "before the first call; else pass both in ampkit.graphed(optimizers=(...))."
+)
 _GRADIENT = (
     "{0}uses {1}, which gets a gradient and belongs to no declared module, so that the gradient would be lost. Pass "
     "its module in ampkit.graphed(modules=(...)), make it a part of the model of graphed_step, or freeze it: "
@@ -195,7 +253,7 @@ _GRADIENT = (
 )
 _LOOSE_GRADIENT = (
     "{0}uses a tensor that belongs to no declared module, and leaves it a gradient, which a replay would not. Step its "
-    "optimizer in the function and leave out modules=, or put it into a declared module, as an nn.Parameter."
+    "optimizer in the function, or put it into a declared module, as an nn.Parameter."
 )
 _USES_GRADIENT = (
     "{0}uses a tensor that belongs to no declared module, and the function reads or clears its gradient, which a "
@@ -207,9 +265,9 @@ _ON_HOST = (
     "the step, in a buffer of a declared module."
 )
 _REPLACED = (
-    "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since. A "
-    "graph would go on reading the memory of the old one. Pass it as an argument, or keep it in a buffer of a declared "
-    "module and change that in place (copy_)."
+    "{0}reads a tensor that is no argument and belongs to no declared module, and that has been replaced since, or got "
+    "other memory (tensor.data = ..., vector_to_parameters). A graph would go on reading the old memory. Pass it as an "
+    "argument, or keep it in a buffer of a declared module and change that in place (copy_)."
 )
 _CHANGED = (
     "{0}uses {1}, which the function changes and which belongs to no declared module. Pass its module in "

@@ -1,6 +1,6 @@
 """Arguments in the memory of the state: refused if the step changes that memory, because a graph reads copies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch.tensors.modes import without_dispatch_modes, without_torch_function
-from ..._torch.tensors.tensors import version
+from ..._torch.tensors.tensors import storage_address, version
 from ..keys.inputs import StaticInputs
 from ..keys.spans import Spans, has_memory
 from .bits import bits
@@ -54,6 +54,10 @@ class Writes:
                     arrived.record(torch.cuda.current_stream(device))
                 self._copies.append(_FlagCopy(list(found), copied, device, arrived))
         self.known = True
+
+    def note_addresses(self, state: TrainingState, written: Set[int]) -> None:
+        """Take note of the memory that operations of a call have written to: through `.data` no version is raised."""
+        self._paths |= {path for path, tensor in memory_of(state).items() if storage_address(tensor) in written}
 
     def paths(self) -> set[str]:
         """Return the paths of the tensors that the calls have changed so far. Waits for the device."""

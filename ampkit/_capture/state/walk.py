@@ -153,10 +153,17 @@ def take_in_parameters(
     held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
     strangers = [param for param in held if id(param) not in known and param.device in devices]
     if strangers:
-        module = nn.Module()
-        # Torch registers nothing but an `nn.Parameter`, and an optimizer takes any leaf.
-        module_tables(module)[0].update((str(i), param) for i, param in enumerate(strangers))
-        modules[f"parameters of no module[{len(modules)}]"] = module
+        modules[f"parameters of no module[{len(modules)}]"] = module_of(strangers)
+
+
+def module_of(params: Iterable[Tensor]) -> nn.Module:
+    """Return a module that has these parameters alone. An optimizer takes any leaf, `register_parameter` only some.
+
+    Aliasing: the live tensors.
+    """
+    module = nn.Module()
+    module_tables(module)[0].update((str(i), param) for i, param in enumerate(params))
+    return module
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -286,6 +286,11 @@ class StateWatch(Generic[_G]):
         self.optimizers, self._rates, self.held, self.holds_rates = tuple(optimizers), rates, True, not rates
         self.look_again()
 
+    def take_in(self, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[CapturableGroups]) -> None:
+        """Take these optimizers, too, for ones that a step changes. They read their learning rates from tensors."""
+        self.optimizers, self._rates = (*self.optimizers, *optimizers), (*self._rates, *rates)
+        self.look_again()
+
     def note_gradients(self, *, used: bool) -> None:
         """Take note of whether a call that is to be captured uses gradients. As long as none does, none is compared."""
         self._uses_gradients |= used

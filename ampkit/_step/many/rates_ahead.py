@@ -92,7 +92,7 @@ class RatesAhead:
         counts = tuple(len(groups.param_groups) for groups in self._all_groups)
         if counts not in self._tables:
             tables = [groups.table(self._most) for groups in self._all_groups]
-            self._tables[counts] = RateTables(self._all_groups, tables)
+            self._tables[counts] = RateTables([*self._all_groups], tables)  # there may be more of them later
         return self._tables[counts]
 
     def step(self, schedules: Sequence[Schedule], steps: int) -> int:

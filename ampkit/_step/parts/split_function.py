@@ -1,6 +1,7 @@
 """What an engine calls and captures of a user's function: all of it, or its declared modules one by one."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ def session_of_function(
         ranks=ranks,
         blocker=blocker,
         name=function.name,
-        declared=True,
+        take_in=partial(function.take_in, device),
         untimed=2 if compiles else 1,
         splitter=StepSplitter(function, named, update, options, ranks, device, why_never=why_never, eager=eager),
     )

@@ -426,6 +426,20 @@ def test_a_loss_that_cannot_be_captured_leaves_after_step_in_its_graph(engine: E
     assert (report.outcome, report.updates, report.eager_after_step) == ("in parts", 1, None), str(report)
 
 
+def test_a_message_made_of_others_has_one_full_stop(engine: Engine) -> None:
+    """G3: why neither the loss nor the update is captured, each as a message of its own says it."""
+    net = Net().to(engine[0])
+    options: dict[str, Any] = {"before_step": lambda net: net.get_buffer("seen").item(), "graph": engine[1]}
+    step = ampkit.graphed_step(reads_loss, net, OPTIMIZERS["fused"](net), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(engine[0], 16):
+            step(x, y)
+    told = [str(each.message) for each in caught if each.category is ampkit.CaptureWarning]
+    assert told[-1].endswith("after the step. Training goes on eagerly.")
+    assert not [text for text in (*told, str(step.report())) if "step.. " in text or "step..\n" in text]
+
+
 @pytest.mark.parametrize("divide", ["accumulate", "actual"])
 def test_the_end_of_a_short_window(engine: Engine, divide: str) -> None:
     """G3: `flush(divide="actual")` steps on the mean over the micro-batches that there were."""

@@ -10,9 +10,13 @@ import torch
 from ..._errors import CaptureError
 from ..._user_line import WarnOnce
 
-_GOES_ON = "Training goes on eagerly"
 # What advice says, and no line of a user's, which messages quote.
 IN_AUX = re.compile("([Rr]eturn it|[Rr]eturn the tensor|be kept) in aux")
+
+
+def going_on(problem: str) -> str:
+    """Return a problem, which may end with a full stop or not, and what follows from it, without one."""
+    return f"{problem.rstrip('.')}. Training goes on eagerly"
 
 
 class StepDoneError(CaptureError):
@@ -84,14 +88,14 @@ class Fallback:
             raise self.error(reason)
         self.refused = self.failure = reason
         tries = "" if torch.cuda.is_available() else ", and graph='emulate' tries the code without a GPU"
-        self._warn(f"{reason} {_GOES_ON}; graph='off' says so without a warning{tries}.")
+        self._warn(f"{going_on(reason)}; graph='off' says so without a warning{tries}.")
 
     def refuse_wrong_graph(self, problem: str, outputs: Any) -> None:
         """Make every call eager, since a replay did not do what this step did. Warn, or raise a `StepDoneError`."""
         self.refused = self.failure = problem
         if self.raises:
             raise self.step_done_error(problem, outputs)
-        self._warn(f"{problem} {_GOES_ON}.")
+        self._warn(f"{going_on(problem)}.")
 
     def step_done_error(self, problem: object, outputs: Any) -> StepDoneError:
         """Return the error that a graph is wrong, though the step that had these outputs was done."""
@@ -109,7 +113,7 @@ class Fallback:
         refuse(reason)
         if is_last:
             self.refused = reason
-        self.warn_once(self.failure, f"{self.failure} {_GOES_ON}.")
+        self.warn_once(self.failure, f"{going_on(self.failure)}.")
 
     def has_warned(self, kind: str) -> bool:
         """Return whether there was a warning of this kind."""

@@ -17,6 +17,7 @@ from ..._step.found_state import FoundState
 from ..._step.graph_owner import GraphOwner
 from ..._step.graphed import graphed
 from ..._step.graphed_step import graphed_step
+from ..._step.step_calls import GraphedStep
 from ..._text import type_text
 from ..._torch.tensors.tree import tree_flatten
 from ..._user_line import line_text
@@ -79,6 +80,11 @@ def _subject(name: str, find: Callable[[], Callable[[], Any]]) -> Subject:
 def _function_subject(name: str, function: Callable[..., Any], made: tuple[Any, ...], origins: Origins) -> Subject:
     """Return a function for `graphed`, with what it changes: as declared in its options, or found in a first call."""
     fn, batches = made[:2]
+    if isinstance(fn, GraphedStep):
+        raise DoctorError(
+            f"{name} returned a step that ampkit.graphed_step has made. Return what that was given, and batches: "
+            "(loss_fn, model, optimizer, batches, options), where options is a dict of its further arguments."
+        )
     if isinstance(fn, GraphOwner):
         raise DoctorError(f"{name} returned a function that ampkit.graphed has made. Return the one that it was given.")
     options = _options(name, graphed, made[2] if len(made) == 3 else {})

@@ -288,7 +288,7 @@ class Split:
         if self.refusal or self._choice is None or self._choice.calls:
             return
         if why := self._update.why_eager:
-            self._give_up(f"{self._no_module()}, {why}.")
+            self._give_up(f"{self._no_module()}, {why}")
 
     def _no_module(self) -> str:
         assert self._choice is not None  # or nothing is known
@@ -298,7 +298,7 @@ class Split:
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 
     def _give_up(self, why: str) -> None:
-        self.refusal = why
+        self.refusal = f"{why.rstrip('.')}."  # it ends with a message, or with a clause
         self.reset()
 
     def reset(self) -> None:

@@ -30,11 +30,13 @@ class NonfiniteGuard(GradScaler):
 
     Attributes:
         stops: the argument.
+        said: whether an error has said that training has stopped.
     """
 
     def __init__(self, device: str, *, stops: bool) -> None:
         super().__init__(device, init_scale=1.0, dynamic=False)
         self.stops: bool = stops
+        self.said: bool = False
         self.found_inf: Tensor | None = None
         name = f"graphed_step(nonfinite={STOP if stops else SKIP!r})"
         self._scaled_step = ScaledStep(name)
@@ -145,6 +147,7 @@ class NonfiniteGuard(GradScaler):
             self._stopped.zero_()
             self.skipped.zero_()
             self._copy = self._bad_step = None
+            self.said = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return {}, as a scaler that is disabled."""

@@ -1,5 +1,6 @@
 """What a user calls on a step: a call per batch, several in one, and what the step tells of itself."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from .many.slices import Slices
 from .many.whole_window import SHORT, WholeWindow
 from .schedule import Schedule
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
-from .window import Place, Window
+from .window import Place, Window, warn_of_stop
 
 
 class GraphedStep(GraphOwner):
@@ -50,7 +51,8 @@ class GraphedStep(GraphOwner):
         padding: Padding | None,
         float8: Float8Chooser,
     ) -> None:
-        self._scaler, self._stops = step.scaler, step.guard is not None and step.guard.stops
+        guard = step.guard if step.guard is not None and step.guard.stops else None
+        self._scaler, self._stops = step.scaler, guard is not None
         self._engine = engine
         self._turn = engine.turn
         self._compiled = step.compiled
@@ -69,6 +71,8 @@ class GraphedStep(GraphOwner):
         self._padding, self._float8, self._chosen_call = padding, float8, call
         if float8.pending:
             self._window.call = self._first_call
+        if guard is not None:
+            weakref.finalize(self, warn_of_stop, guard, accumulate)  # at the end of the process at the latest
         self._metrics = StepMetrics(engine, step.scaler, Clock(step.device if step.device.type == "cuda" else None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:

@@ -1,5 +1,6 @@
 """The window of micro-batches that make up one optimizer step: how far it is, and what is done at its end."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from .._capture.engine.fallback import StepDoneError
 from .._capture.keys.key import Part
-from .._errors import CaptureError, InputMismatch, NonfiniteError
+from .._errors import AmpkitWarning, CaptureError, InputMismatch, NonfiniteError
+from .._optimizer.nonfinite import NonfiniteGuard
+from .._torch.device.streams import is_capturing
 from .training_step import PartOfStep, Phase, StepOutput, TrainingStep
 
 
@@ -55,7 +58,6 @@ class Window:
     _steps: int = 0  # of the optimizer, so far
     _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
     asks: bool = True  # whether a call asks if training has stopped
-    _said: bool = False  # whether an error has said that training has stopped
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
     _observes_stopped: bool = False  # whether it measures in a window behind the stop, before an error says so
 
@@ -152,7 +154,7 @@ class Window:
             return
         if self._observes_stopped and self.count:
             return
-        may_wait = self.count == 0 and self._size <= _SPARE and not (self._said or self._observes_stopped)
+        may_wait = self.count == 0 and self._size <= _SPARE and not (guard.said or self._observes_stopped)
         if observer is not None and may_wait and not observer.first_nonfinite(number - 1):
             self._observes_stopped = observer.observe_next()
             if self._observes_stopped:
@@ -162,26 +164,24 @@ class Window:
     def look_now(self, *, again: bool) -> None:
         """Raise it if training has stopped by now, and if no error has said so, or `again`. Waits for the device."""
         guard = self._step.guard
-        if guard is not None and (number := guard.bad_step_now()) is not None and (again or not self._said):
+        if guard is not None and (number := guard.bad_step_now()) is not None and (again or not guard.said):
             self._raise_stopped(number)
 
     def stopped(self) -> str | None:
         """Return in words since when no step has changed a weight; None if they do. Waits for the device."""
         number = None if self._step.guard is None else self._step.guard.bad_step_now()
-        return None if number is None else f"a gradient was inf or nan in {self._named(number)}"
+        return None if number is None else f"a gradient was inf or nan in {_named(number, self._size)}"
 
     def go_on(self) -> None:
         """Begin anew after a stop."""
         assert self._step.guard is not None  # what has stopped
         self.drop()
         self._step.guard.go_on()
-        self._said = self._observes_stopped = False
-
-    def _named(self, number: int) -> str:
-        return f"call {number}" if self._size == 1 else f"optimizer step {number} (accumulate={self._size})"
+        self._observes_stopped = False
 
     def _raise_stopped(self, number: int) -> NoReturn:
-        self._said = True
+        assert self._step.guard is not None  # what has stopped
+        self._step.guard.said = True
         observer = self._step.observer
         found = "" if observer is None else observer.first_nonfinite(number - 1)
         if found:
@@ -189,8 +189,8 @@ class Window:
         else:
             where = "numerics=ampkit.debug.numerics(model, every=1) names the first layer."
         raise NonfiniteError(
-            f"graphed_step(nonfinite='stop'): a gradient was inf or nan in {self._named(number)}, counted from 1. "
-            f"Weights, optimizer and averages are those before it. {where} To go on, load a checkpoint and call "
+            f"graphed_step(nonfinite='stop'): a gradient was inf or nan in {_named(number, self._size)}, counted from "
+            f"1, the first of this object. Weights, optimizer and averages are those before it. {where} To go on, load a checkpoint and call "
             "step.load_state_dict(state), or step.load_state_dict({}) to go on from here."
         )
 
@@ -216,3 +216,29 @@ class Window:
             scaler.watch_skips()
         if observer is not None:
             observer.stepped(scaler.skipped)
+
+
+def warn_of_stop(guard: NonfiniteGuard, size: int) -> None:
+    """Warn if training has stopped and no error has said so. To be called when there will be no other call.
+
+    `size` is that of the window. Sync: waits for the device.
+    """
+    # Garbage is collected within captures, too, where nothing can be read. A device that has failed has said so itself.
+    if guard.said or is_capturing():
+        return
+    try:
+        number = guard.bad_step_now()
+    except RuntimeError:
+        return
+    if number is not None:
+        warnings.warn(
+            f"graphed_step(nonfinite='stop'): training ended, and no error has said that a gradient was inf or nan in "
+            f"{_named(number, size)}, counted from 1, the first of this object. No step behind it has changed a weight. "
+            "Call step.flush() behind the last step, and before each checkpoint and log.",
+            AmpkitWarning,
+            stacklevel=2,
+        )
+
+
+def _named(number: int, size: int) -> str:
+    return f"call {number}" if size == 1 else f"optimizer step {number} (accumulate={size})"

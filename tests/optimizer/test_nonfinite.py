@@ -1,7 +1,11 @@
 """`nonfinite="skip"` and `"stop"`: a gradient that is not finite changes nothing, other steps keep their bits."""
 
+import gc
 import math
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -378,10 +382,34 @@ def test_tells_at_once() -> None:
     job.step.close()
     with pytest.raises(ampkit.NonfiniteError), stopped(engine).step:
         pass
-    with pytest.raises(ZeroDivisionError), stopped(engine).step:
+    with pytest.raises(ZeroDivisionError), stopped(engine).step as step:
         raise ZeroDivisionError
+    with pytest.raises(ampkit.NonfiniteError, match=NAMED.format(6)):
+        step.flush()
     with pytest.raises(ampkit.NonfiniteError, match=r"in optimizer step 3 \(accumulate=2\)"):
         stopped(engine, accumulate=2).step.close()
+
+
+def test_warns_where_nothing_has_told() -> None:
+    """A step that ends, or whose process does, without a call that would raise."""
+    text = r"no error has said that a gradient was inf or nan in optimizer step 3 \(accumulate=2\)"
+    with pytest.warns(ampkit.AmpkitWarning, match=text):
+        stopped(("cpu", "emulate"), accumulate=2)
+        gc.collect()
+    script = """
+        import torch, ampkit
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loss_fn = lambda model, x: model(x).sum()
+        step = ampkit.graphed_step(loss_fn, model, optimizer, nonfinite="stop", graph="off")
+        step(torch.tensor([float("inf"), 1.0]))
+        {}
+    """
+    for last, said in (("", 1), ("step.close()", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script).format(last)], capture_output=True, text=True
+        )
+        assert ended.stderr.count("no error has said that a gradient was inf or nan in call 1") == said, ended.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*state was replaced:ampkit.CaptureWarning")

@@ -1,5 +1,6 @@
 """A replayed forward pass as a node of the caller's autograd graph, and how long its activations are needed."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .._capture.graph.graph import Graph
 from .._capture.keys.placement import empty_like, is_dense, place_of
+from .._errors import CaptureWarning
 from .._torch.autograd.autograd import keeps_graph
 from .._torch.tensors.tensors import foreach_copy_, version
 from .._undo import call
@@ -28,6 +30,7 @@ class GraphedPasses:
     _forward: Graph
     _backward: Graph  # not captured if no output requires grad
     _last: "weakref.ref[_ForwardReplay] | None" = None
+    _has_warned: bool = False
 
     @property
     def pending(self) -> bool:
@@ -78,9 +81,15 @@ class GraphedPasses:
             raise RuntimeError(_MODIFIED)
         given = [g for g, differentiable in zip(grads, self._passes.differentiable, strict=True) if differentiable]
         found = self.gradients(given, wanted)
-        replay.done = not keeps_graph()
-        copies = dict(zip(found, _copies(list(found.values())), strict=True))
+        replay.done = self.is_last(given)
+        copies = dict(zip(found, _copies(list(found.values()), self.memory_for(found)), strict=True))
         return [copies.get(j) for j in range(len(wanted))]
+
+    def begin_backward(self) -> None:
+        """Look at the modes of a backward pass. Warn once if autocast is on, because the graph casts nothing."""
+        if torch.is_autocast_enabled(self.shared.device.type) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_AUTOCAST, CaptureWarning, stacklevel=3)
 
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
         """Replay; return the gradients that are wanted, by number, which the next replay overwrites.
@@ -98,6 +107,14 @@ class GraphedPasses:
             for j, grad in enumerate(passes.grads)
             if grad is not None and wanted[j] and not passes.used_by[j].isdisjoint(in_loss)
         }
+
+    def memory_for(self, grads: dict[int, Tensor]) -> list[Tensor | None]:
+        """Return where to copy each of these gradients, None for new memory. Autograd gets these tensors."""
+        return [None] * len(grads)
+
+    def is_last(self, given: Sequence[Tensor | None]) -> bool:
+        """Return whether no backward pass may follow the one that runs, with these gradients."""
+        return not keeps_graph()
 
     def versions(self) -> list[int]:
         """Return the version of each parameter and buffer that backward reads. A change in place raises it."""
@@ -134,6 +151,7 @@ class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graphed, wanted = ctx.replay.graphed, ctx.needs_input_grad[2:]
+        graphed.begin_backward()
         with torch.no_grad():
             returned = graphed.shared.in_turn(call, graphed.backward, ctx.replay, grads, wanted)
         if torch.is_grad_enabled():  # create_graph=True
@@ -161,14 +179,20 @@ _replayed: Callable[..., tuple[Tensor, ...]] = _ReplayFunction.apply
 _differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _DifferentiableOnce.apply
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies that belong to the caller, made by one kernel for all tensors of one dtype."""
+def _copies(tensors: Sequence[Tensor], memory: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Return copies that belong to the caller, made by one kernel for all tensors of one dtype.
+
+    `memory` has tensors to copy some of them into; if it is empty, all memory is new.
+    """
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     # Memory that lies as the tensors' does, because later kernels may compute otherwise at another address.
-    places = [place_of(tensor) for tensor in tensors]
-    pairs = zip(tensors, places, strict=True)
-    copies = [empty_like(t, place) if place and is_dense(t) else torch.empty_like(t) for t, place in pairs]
+    copies = []
+    for tensor, given in zip(tensors, memory or [None] * len(tensors), strict=True):
+        if given is None:
+            place = place_of(tensor)
+            given = empty_like(tensor, place) if place and is_dense(tensor) else torch.empty_like(tensor)
+        copies.append(given)
     if len(copies) == 1:
         copies[0].copy_(tensors[0])
     elif copies:
@@ -180,6 +204,11 @@ _OVERWRITTEN = (
     "make_graphed_callables: backward for a second time through a call whose activations are gone, because a later "
     "call was replayed or the callable was closed. Pass retain_graph=True to the first backward: calls are eager until "
     "the second one."
+)
+_AUTOCAST = (
+    "make_graphed_callables: backward begins under autocast, and its graph was captured without. In eager calls "
+    "autocast casts in backward, too, as for the matrix products of attention, so gradients may have other bits here. "
+    "Leave the autocast region before backward."
 )
 _RECORDING = (
     "make_graphed_callables: backward while another thread captures a callable. Both would use one workspace of cuBLAS "

@@ -98,10 +98,10 @@ def make_graphed_callables(
     that are no parameters or buffers; what it writes on the host is not written again in a replay. Hooks of submodules
     are captured: a replay repeats what they do to tensors, and nothing else.
 
-    Backward is captured without autocast. A second backward pass needs `retain_graph=True` in the first, as usual;
-    differentiating twice is an error. An output that is not part of the loss counts as one with zero gradient. The
-    gradient of a parameter or input that is also used outside of the callable is summed in another order than without
-    graphs.
+    Backward is captured without autocast; one that begins under autocast warns that its bits may be others. A second
+    backward pass needs `retain_graph=True` in the first, as usual; differentiating twice is an error. An output that is
+    not part of the loss counts as one with zero gradient. The gradient of a parameter or input that is also used
+    outside of the callable is summed in another order than without graphs.
 
     Sync: none in a call; a capture waits for the device. Aliasing: arguments are copied; outputs and gradients belong
     to the caller. Calls may be made on any stream and in any thread, and graphs on one device take turns. If one thread

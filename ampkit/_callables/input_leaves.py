@@ -63,9 +63,14 @@ def places_of(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 def static_inputs(spec: Spec, leaves: Sequence[Any]) -> StaticInputs:
     """Return buffers that lie in memory as these leaves of an input do, and have their values."""
-    with torch.inference_mode(False):
-        buffers = [empty_like(leaf, place_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
-    inputs = StaticInputs(spec, leaves, buffers)
+    inputs = buffers_like(spec, leaves)
     with torch.no_grad():
         inputs.copy_(leaves)
     return inputs
+
+
+def buffers_like(spec: Spec, leaves: Sequence[Any]) -> StaticInputs:
+    """Return buffers that lie in memory as these leaves of an input do, with any values."""
+    with torch.inference_mode(False):
+        buffers = [empty_like(leaf, place_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+    return StaticInputs(spec, leaves, buffers)

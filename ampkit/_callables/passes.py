@@ -156,11 +156,7 @@ class Passes:
             CaptureError: it cannot be captured, or a replay would not do what the callable does.
         """
         forward, backward = shared.graphs()
-        with shared.aside(), Undo() as undo:
-            keep_warning_filters(undo)
-            # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
-            warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
-            refuse = refuse_reads(undo)
+        with self._capturing(shared):
             known = self._warm_up(warmup, allow_unused)
             self._outputs, self.grads = [], ()  # so that no memory is freed during the capture
             with no_recompile():
@@ -169,8 +165,18 @@ class Passes:
                 self._check_same(known)
                 if self.has_backward:
                     backward.capture(self.backward)
-            refuse()
         return forward, backward
+
+    @contextmanager
+    def _capturing(self, shared: SharedMemory) -> Iterator[None]:
+        """Context for warm-up and capture. Raises a `CaptureError` at its end if something was read on the host."""
+        with shared.aside(), Undo() as undo:
+            keep_warning_filters(undo)
+            # An empty graph is no mistake here: the backward pass of x + 1 launches nothing.
+            warnings.filterwarnings("ignore", "The captured step launched no CUDA kernel", CaptureWarning)
+            refuse = refuse_reads(undo)
+            yield
+            refuse()
 
     def free_autograd_graph(self) -> None:
         """Free the autograd graph of the capture, and what its hooks and custom functions refer to.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,7 @@ class StepFunction:
         return FunctionOutput(outputs, tuple(schedule.is_moved_by(stepped) for schedule in self.schedules))
 
     in_parts = __call__  # the function steps its optimizers itself
+    kept: ClassVar[None] = None  # it sees each gradient in memory of its own
 
     def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor

@@ -12,6 +12,7 @@ from .._capture.graph.cache import copied
 from .._capture.keys.containers import own_batch
 from .._capture.keys.key import Part
 from .._capture.ranks.ranks import Ranks
+from .._capture.state.kept_gradients import KeptGradients
 from .._capture.state.state import TrainingState
 from .._capture.state.walk import Walk
 from .._capture.state.watch import refuse_gradients, strangers
@@ -123,6 +124,7 @@ class TrainingStep:
 
     Attributes:
         gradients: the accumulated gradients, and the tensors that the observer writes to, by the name in messages.
+        kept: the accumulated gradients, by parameter. Backward may make gradients in their memory.
         closure: what `optimizer.step` gets, if the scaler is not enabled; () if it gets nothing.
         guard: the scaler, if it is such a guard.
         followed: whether Python, when it last stepped the optimizer, has called `after_step` behind it.
@@ -169,6 +171,7 @@ class TrainingStep:
         self._capturable = tuple(capturable)
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
+        self.kept: KeptGradients = KeptGradients()
         self.closure: tuple[Callable[[], Any], ...] = ()
         self.followed: bool = False
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
@@ -361,6 +364,7 @@ class TrainingStep:
             self._numbered = {known[param] if param in known else next(new): param for param in params}
             for gone in known.values() - self._numbered.keys():
                 self.gradients.pop(_name(gone), None)
+            self.kept.remove_others(set(self._numbered.values()))
         return self._numbered
 
     def _forward_and_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -508,14 +512,21 @@ class TrainingStep:
                 # Autograd makes a new tensor for the sum of sparse gradients. No step that has them is captured.
                 self.gradients[_name(i)] = param.grad
                 known.add(i)
-        new = {i: param.grad for i, param in params.items() if param.grad is not None and i not in known}
-        for i, grad in new.items():
-            kept = self.gradients.get(_name(i))
-            if kept is None or (kept.dtype, kept.shape, kept.device) != (grad.dtype, grad.shape, grad.device):
-                self.gradients[_name(i)] = torch.empty_like(params[i], dtype=grad.dtype)
-        if new:
-            buffers = [local_shard(self.gradients[_name(i)]) for i in new]
-            foreach_copy_(buffers, list(map(local_shard, new.values())))
+        new = [i for i, param in params.items() if param.grad is not None and i not in known]
+        copied = []
+        for i in new:
+            kept, like = self.gradients.get(_name(i)), _kind(params[i].grad)
+            if kept is None or _kind(kept) != like:
+                self.gradients[_name(i)] = torch.empty_like(params[i], dtype=like[0])
+                self.kept.add(params[i], self.gradients[_name(i)])
+            elif self.kept.leave(params[i]):
+                self.gradients[_name(i)] = torch.empty_like(kept)
+            elif params[i].grad is kept:
+                continue
+            copied.append(i)
+        if copied:
+            buffers = [local_shard(self.gradients[_name(i)]) for i in copied]
+            foreach_copy_(buffers, [local_shard(grad) for i in copied if (grad := params[i].grad) is not None])
         return tuple(sorted(known.union(new)))
 
     def _output(self, tensor: Tensor) -> Tensor:
@@ -526,6 +537,11 @@ class TrainingStep:
 
 
 _SAME_PARAMETERS = "Have the loss of each micro-batch depend on the same parameters."
+
+
+def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.Size, torch.device]:
+    assert tensor is not None  # a gradient that was made
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def _name(parameter: int) -> str:

@@ -126,8 +126,13 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes of its segments. It reads the allocator and does not wait for the device."""
+        return sum(stop - start for start, stop in self.spans())
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return where its segments begin and end. It reads the allocator and does not wait for the device."""
         segments = torch.cuda.memory_snapshot(include_traces=False) if self._graphs else []
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._handle))
+        own = [each for each in segments if tuple(each["segment_pool_id"]) == tuple(self._handle)]
+        return [(each["address"], each["address"] + each["total_size"]) for each in own]
 
 
 @dataclass(eq=False)

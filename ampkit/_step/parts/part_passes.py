@@ -1,95 +1,64 @@
 """One call of a module in a step, as a forward and a backward graph that leave the bits of the eager call."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..._callables.autograd_node import PENDING, GraphedPasses
-from ..._callables.passes import Passes
+from ..._callables.input_leaves import buffers_like
+from ..._callables.passes import Passes, undone
 from ..._callables.shared_memory import SharedMemory
-from ..._capture.graph.graph import CudaGraph, Graph, Pool, capture_stream
-from ..._capture.graph.timing import Shares
+from ..._capture.graph.graph import EmulatedGraph, Graph
+from ..._capture.graph.pool import no_recompile
 from ..._capture.keys.inputs import StaticInputs
 from ..._capture.keys.placement import empty_like, once, place_of
+from ..._capture.state.watch import autocast
 from ..._errors import CaptureError
-from ..._torch.autograd.autograd import graph_nodes
+from ..._torch.autograd.autograd import graph_nodes, keeps_graph
 from ..._torch.tensors.fast_paths import autocast_of_parts
-from ..._torch.tensors.modes import WatchingMode
-from ..._torch.tensors.tensors import unowned, version
+from ..._torch.tensors.modes import WatchingMode, modes
+from ..._torch.tensors.settings import settings, unfilled_memory
+from ..._torch.tensors.tensors import is_tensor, unowned, version
+from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, replace
 from ..._user_line import wraps_operations
 from .module_survey import ModuleCall, operation_entry
+from .part_memory import FreedError, PartMemory, SavedTensors
 
 wraps_operations(__file__)
 
+_NO_BACKWARD = (
+    "backward of {}, which is captured by itself, cannot be captured with the gradients that it gets now: {} Later "
+    "calls of it are eager. Pass on_failure='eager' to do no step in parts."
+)
 _OTHER_WEIGHTS = (
     "it does something else where it has others in place of its parameters, as in a capture: does it ask for their "
     "identity (`id(weight)`, `is`, a dict with parameters as keys)?"
 )
 
 
-class PartMemory(SharedMemory):
-    """The pools of the parts of one step, which may draw from generators beside the default one.
+class Context(NamedTuple):
+    """What decides which kernels a backward pass runs, beside gradients and what autograd has saved.
 
-    The forward graphs that one call has captured share one. What such a graph needs for a moment may be where those
-    behind it have activations. So these must not be needed any more when it is replayed. A graph that a later call has
-    captured, where a module was left out at first, has a pool of its own: nobody knows its place among the others.
-    All backward graphs share another one: they leave only gradients, which are copied at once.
+    `create_graph` is among it, as the grad mode: some derivatives are computed in another way then (dropout, silu).
+    Function modes are not: autograd leaves those around `backward` before it begins.
     """
 
-    def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
-        super().__init__(device, emulated)
-        self.generators = tuple(generators)
-        self._backward_pool = Pool()
-        self._forward_pools = [Pool()]  # the first one is shared
-        self._count = 0  # of the parts with graphs in it
-        self._is_shared = True  # by the graphs that are captured next
-        self._replayed: list[GraphedPart] = []  # in the order of their captures; those that may be pending, and others
-        self.shares: Shares | None = None  # measures how much of the time of the present call each part takes
+    autocast: tuple[torch.dtype | None, torch.dtype | None]
+    keeps_casts: bool
+    creates_graph: bool
+    settings: list[Any]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pools. It reads the allocator and does not wait for the device."""
-        return sum(pool.nbytes for pool in (self._backward_pool, *self._forward_pools))
-
-    def end_call(self) -> None:
-        """Take note that a call is over. If it has captured graphs, later ones do not share their pool."""
-        self._is_shared = not self._count
-
-    def number(self) -> int:
-        """Return the number of a part that was just captured, 0 if it has a pool of its own."""
-        self._count += self._is_shared
-        return self._count * self._is_shared
-
-    def is_free(self, part: "GraphedPart") -> bool:
-        """Return whether a part may be replayed now: no backward pass may still need one of a higher number."""
-        while self._replayed and not self._replayed[-1].pending:
-            self._replayed.pop()
-        return not (self._replayed and 0 < part.number <= self._replayed[-1].number)
-
-    def note(self, part: "GraphedPart") -> None:
-        """Take note of a replay, behind `is_free`."""
-        if part.number:
-            self._replayed.append(part)
-
-    def measured(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for a replay of a part of this name."""
-        return nullcontext() if self.shares is None else self.shares.measured(name)
-
-    def graphs(self) -> tuple[Graph, Graph]:
-        """Return a forward and a backward graph to capture."""
-        if self.emulated:
-            return super().graphs()
-        stream = capture_stream(self.device, self.use)
-        if not self._is_shared:
-            self._forward_pools.append(Pool())
-        backward = CudaGraph(stream, self._backward_pool, self.generators)
-        return CudaGraph(stream, self._forward_pools[-1], self.generators), backward
+    @classmethod
+    def now(cls) -> "Context":
+        """Return the context of the code that calls this."""
+        return cls(autocast(), torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), settings())
 
 
 class PartPasses(Passes):
@@ -98,10 +67,19 @@ class PartPasses(Passes):
     Where an input or a parameter is used more than once, the eager step adds its gradients one by one, together with
     those of uses outside of the module. So the gradient of each use is given out by itself, and autograd adds them.
 
-    The autograd graph of the capture is kept. If gradients come in with another layout than those that were seen, or
-    the backward pass begins under autocast, as `torch.autograd.grad` in a loss function does, it runs on it eagerly.
+    The autograd graph of the capture is kept, and only a capture may read it: attention saves a number of the host for
+    backward, and in a capture a tensor of the device (aten/src/ATen/native/transformers/cuda/attention_backward.cu). So
+    a backward pass that no graph can replay, because gradients come in with another layout than those that were seen,
+    or because another backward pass will follow, gets a graph for itself. Memory is let go of, see `PartMemory`: that
+    of inputs and outputs behind the forward pass, where autograd has not saved them, and that of all that autograd has
+    saved behind the backward pass.
 
     Autograd's leaves are made anew for each forward pass, so that autocast finds no casts of them in its cache.
+
+    Operations of a backward pass are autocast if autocast is on where the caller begins it: within a loss function, as
+    `torch.autograd.grad` often is, or a `backward` behind it is not. So each one takes the autocast of its caller.
+
+    A capture leaves modules and random numbers as they were.
 
     The arguments are those of `Passes`, and the call as a survey has seen it. Its operations must be those of this one.
     Without grad mode there is no backward pass.
@@ -118,15 +96,19 @@ class PartPasses(Passes):
         function: Callable[..., Any],
         call: ModuleCall,
         inputs: StaticInputs,
-        device: torch.device,
+        memory: PartMemory,
     ) -> None:
         assert call.layout is not None  # or it is not captured
         self.grad_mode = call.layout.grad_mode
-        modules = list(call.module.modules())
+        self._memory, self._modules = memory, list(call.module.modules())
         tensors = list(dict.fromkeys(chain(call.module.parameters(), call.module.buffers())))
-        super().__init__(function, modules, tensors, inputs, call.layout.wants_grad, device, sees_capture=False)
-        self._static_leaves = list(self._leaves)
+        wants_grad = call.layout.wants_grad
+        super().__init__(function, self._modules, tensors, inputs, wants_grad, memory.device, sees_capture=False)
         self._gradients, self._operations = call.gradients, call.operations
+        self._data: list[Any] = []  # the leaves of the input, without what autograd knows of them
+        self._ends: list[GradientEdge] = []  # of the differentiable outputs
+        self.saved = SavedTensors()
+        self._runs_again = False  # whether each replay of forward makes a new autograd graph, which backward may free
         self.static: list[Tensor | None] = []
         self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
         self.slots: list[int] = []
@@ -134,11 +116,13 @@ class PartPasses(Passes):
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
         # A copy into the buffer does not change the version of `.data`, which autograd saves.
-        self._renew_leaves([x.data if isinstance(x, Tensor) else x for x in self._static_leaves])
+        self._data = [x.data if isinstance(x, Tensor) else x for x in _leaves_of(self.inputs)]
+        self._renew_leaves(self._data)
         super().forward()
+        self._ends = [get_gradient_edge(result) for result in self.results if result.requires_grad]
         numbers = {id(tensor): j for j, tensor in enumerate(self._sources)}
         self._edges = [[] for _ in self._sources]
-        for node in graph_nodes([result for result in self.results if result.requires_grad]):
+        for node in graph_nodes(self._ends):
             for place, (following, _) in enumerate(node.next_functions):
                 if following is None or following.name() != "torch::autograd::AccumulateGrad":
                     continue
@@ -147,26 +131,88 @@ class PartPasses(Passes):
                 self._edges[numbers[id(following.variable)]].append((node, place))
         self.slots = [j for j, uses in enumerate(self._edges) for _ in uses]
 
-    def backward(self) -> None:
-        """Run the backward pass of the last forward pass on the static gradients; keep the gradients."""
-        with torch.autocast(self._device.type, enabled=False):
-            self.grads = self.gradients_for(self.static)
+    def capture_forward(self, graph: Graph) -> None:
+        """Warm up and capture the forward pass, see `Passes.capture`.
 
-    def capture(self, shared: SharedMemory, warmup: int, allow_unused: bool) -> tuple[Graph, Graph]:
-        """Warm up and capture both passes, see `Passes.capture`."""
-        graphs = super().capture(shared, warmup, allow_unused)
-        if not shared.emulated:  # the graphs keep the memory of the pool, and may share that of the gradients
+        If the backward pass cannot be captured, that is an error as well: nothing else can be done behind this capture.
+        """
+        self._runs_again = isinstance(graph, EmulatedGraph)
+        with self._capturing(self._memory):
+            known = self._warm_up()
+            given = _leaves_of(self.inputs)
+            self._outputs, self._ends, self.grads = [], [], ()  # so that no memory is freed during the capture
+            with no_recompile():
+                graph.capture(self.forward if self._runs_again else self._record_forward)
+                if not self._runs_again:
+                    with torch.no_grad():
+                        self.inputs.copy_(given)
+                graph.replay()  # before that, an emulated graph has no outputs
+                self._check_same(known)
+                if self.has_backward and not self._runs_again:
+                    attempt = self._memory.graph_apart()
+                    attempt.capture(partial(self.gradients_for, self.static, keep=True))
+                    attempt.reset()
+        if not self._runs_again:
+            self._outputs = [unowned(output) if isinstance(output, Tensor) else output for output in self._outputs]
+            for leaf in filter(is_tensor, (*self._leaves, *self._data)):
+                leaf.data = unowned(leaf)
+            self.inputs = StaticInputs(self.inputs.spec, given, list(filter(is_tensor, self._data)))
+
+    def _record_forward(self) -> None:
+        with unfilled_memory():
+            self.inputs = buffers_like(self.inputs.spec, _leaves_of(self.inputs))  # in the pool
+        with saved_tensors_hooks(self.saved.pack, self.saved.unpack):
+            self.forward()
+
+    def capture_backward(self, graph: Graph, *, keep: bool, create_graph: bool) -> None:
+        """Capture the backward pass of the last replay of the forward graph, see `Passes.capture`.
+
+        Unless `keep`, it lets go of what autograd has saved: there can be one replay of it behind each one of forward.
+        """
+        warm, spans = self.static, () if keep else self._memory.spans()  # the one is not freed during the capture
+        run = partial(self.gradients_for, create_graph=create_graph)
+
+        def run_again() -> None:
+            self.grads = run(self.static, keep=keep)
+
+        def record() -> None:
+            with unfilled_memory():
+                self.static = [None if static is None else empty_like(static, place_of(static)) for static in warm]
+            with self.saved.reading(keep=True, spans=spans):
+                self.grads = run(self.static, keep=True)
+
+        with self._capturing(self._memory), no_recompile():
+            graph.capture(run_again if self._runs_again else record)
+        if not self._runs_again:
+            self.static = [None if static is None else unowned(static) for static in self.static]
             self.grads = [grad if grad is None or grad.is_sparse else unowned(grad) for grad in self.grads]
-        return graphs
 
-    def begins_under_autocast(self) -> bool:
-        """Return whether autocast is on, which a backward pass takes from the code that begins it."""
-        return torch.is_autocast_enabled(self._device.type)
+    def run_backward(
+        self, given: Sequence[Tensor | None], *, keep: bool, create_graph: bool
+    ) -> tuple[list[Tensor | None], Graph]:
+        """Return the gradients of the slots, for these of the outputs; and the graph in whose memory they lie.
 
-    def gradients_for(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the slots, computed eagerly for these gradients of the differentiable outputs."""
-        results = [result for result in self.results if result.requires_grad]
-        pairs = [(result, grad) for result, grad in zip(results, given, strict=True) if grad is not None]
+        `keep` says whether another backward pass may follow. Waits for the device, unless graphs are emulated.
+        """
+        graph = self._memory.graph_apart()
+        found: list[Tensor | None] = []
+
+        def record() -> None:
+            found.extend(self.gradients_for(given, keep=keep or not self._runs_again, create_graph=create_graph))
+
+        with self._capturing(self._memory), no_recompile(), self.saved.reading(keep=keep):
+            graph.capture(record)
+        graph.replay()
+        return found, graph
+
+    def gradients_for(
+        self, given: Sequence[Tensor | None], *, keep: bool, create_graph: bool = False
+    ) -> list[Tensor | None]:
+        """Return the gradients of the slots for these gradients of the differentiable outputs.
+
+        `keep` says whether the autograd graph is kept.
+        """
+        pairs = [(end, grad) for end, grad in zip(self._ends, given, strict=True) if grad is not None]
         used = [j for j, edges in enumerate(self._edges) if edges]
         each: dict[int, list[Tensor]] = {j: [] for j in used}
         if not (pairs and used):
@@ -176,7 +222,7 @@ class PartPasses(Passes):
             for place, j in sorted(places):
                 grad = grads[place]
                 if grad is not None:
-                    each[j].append(grad)
+                    each[j].append(grad.detach())
 
         by_node: dict[Any, list[tuple[int, int]]] = {}
         for j, edges in enumerate(self._edges):
@@ -186,19 +232,20 @@ class PartPasses(Passes):
             for node, places in by_node.items():  # of a source that is used several times, each use gives its gradient
                 undo.note(node.register_hook(partial(note, places)).remove)
             sums = torch.autograd.grad(
-                [result for result, _ in pairs],
+                [end for end, _ in pairs],
                 [self._sources[j] for j in used],
                 [grad for _, grad in pairs],
-                retain_graph=True,
+                retain_graph=keep or create_graph,
+                create_graph=create_graph,
                 allow_unused=True,
             )
         for j, found in zip(used, sums, strict=True):
             if found is not None and len(self._edges[j]) == 1:
-                each[j] = [found]
+                each[j] = [found.detach()]
         fresh = {j: iter(found) for j, found in each.items()}
         return [next(fresh[j], None) for j in self.slots]
 
-    def _warm_up(self, passes: int, allow_unused: bool) -> tuple[Any, ...]:
+    def _warm_up(self, passes: int = 2, allow_unused: bool = True) -> tuple[Any, ...]:
         seen = _Operations()
         with Undo() as undo:
             replace(undo, self, "_function", partial(seen.of, self._function))
@@ -222,7 +269,8 @@ class PartPasses(Passes):
             self._check_same(known)
             if slots != self.slots:
                 raise CaptureError("it used its inputs and parameters in another way each time.")
-            self.backward()
+            with torch.autocast(self._device.type, enabled=False):  # so that it leaves no casts to the caller
+                self.grads = self.gradients_for(self.static, keep=False)
         for j, grad in zip(self.slots, self.grads, strict=True):
             # The gradient of a parameter gets the parameter's strides in any case.
             if grad is not None and j < len(self.grad_inputs) and torch.empty_like(grad).stride() != grad.stride():
@@ -232,6 +280,18 @@ class PartPasses(Passes):
             raise CaptureError("it writes into its input, which a replay would not.")
         self._edges = []  # so that no memory is freed during the capture
         return known
+
+    @contextmanager
+    def _capturing(self, shared: SharedMemory) -> Iterator[None]:
+        with Undo() as undo:
+            undo.note(modes())
+            with Undo() as draws, undone(self._modules, self._device) as rebound, super()._capturing(shared):
+                for generator in self._memory.generators:
+                    draws.note(generator.set_state, generator.get_state())
+                yield
+                if names := rebound():
+                    raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
+            undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
 
 
 class _Operations(WatchingMode):
@@ -257,16 +317,28 @@ class _Operations(WatchingMode):
 class GraphedPart(GraphedPasses):
     """The two graphs of one call of a module in a step. The time that they take is added to that of `name`.
 
-    A backward pass is eager if gradients come with another layout than at the capture.
+    The first backward pass for gradients of the layout that was seen is captured, and replayed at once. Another one is
+    captured for itself if gradients come with another layout, or if autocast or settings of torch are others than in
+    the one that was captured, or if the graph would overwrite what is still needed: another backward pass is to follow,
+    of this part or of others that came before it when they were captured.
+
+    Attributes:
+        failure: why a backward pass could not be captured, "" if each one could.
     """
 
-    def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, backward: Graph, name: str) -> None:
-        super().__init__(memory, passes, forward, backward)
+    def __init__(self, memory: PartMemory, passes: PartPasses, forward: Graph, forward_number: int, name: str) -> None:
+        super().__init__(memory, passes, forward, EmulatedGraph())  # no backward graph yet
         self._memory, self._part, self._name = memory, passes, name
-        self.number = memory.number()
+        self.forward_number: int = forward_number
+        self.backward_number: int = 0
+        self.lets_go: bool = False
+        self.failure: str = ""
+        self._now = Context.now()  # of the backward pass that runs
+        self._context: Context | None = None  # of the backward pass that is captured
+        self._apart: Graph = EmulatedGraph()  # of a backward pass that has a graph for itself
 
     def _replay(self, leaves: list[Any]) -> Any:
-        if not self._memory.is_free(self):
+        if not self._memory.is_free(self, self.forward_number):
             return PENDING
         results = super()._replay(leaves)
         if results is not PENDING:
@@ -275,6 +347,7 @@ class GraphedPart(GraphedPasses):
 
     def forward(self, leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Replay, see `GraphedPasses.forward`."""
+        self._part.saved.begin()
         with self._memory.measured(self._name):
             return super().forward(leaves)
 
@@ -283,20 +356,76 @@ class GraphedPart(GraphedPasses):
         sources = super().sources(leaves)
         return [sources[j] for j in self._part.slots]
 
+    def begin_backward(self) -> None:
+        """Note what the caller's context is. Backward takes it over, and autocast with it."""
+        self._now = Context.now()
+
+    def backward(self, *args: Any) -> list[Tensor | None]:
+        """Return copies of gradients, see `GraphedPasses.backward`."""
+        copies = super().backward(*args)
+        self._apart.reset()
+        return copies
+
     def gradients(self, given: Sequence[Tensor | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
-        """Replay, or run eagerly; return the gradients that are wanted, by number."""
+        """Replay, after a capture if there must be one; return the gradients that are wanted, by number.
+
+        Raises:
+            CaptureError: a backward pass could be captured with the gradients that were seen, and not with these.
+        """
         part = self._part
-        with self._memory.measured(self._name):
-            if all(map(_fits, part.static, given)) and not part.begins_under_autocast():
-                for static, grad in zip(part.static, given, strict=True):
-                    if static is not None and grad is not None:
-                        once(static).copy_(once(grad), non_blocking=True)
-                self._backward.replay()
-                found = part.grads
-            else:
-                with self.shared.aside():  # the stream of the nodes that the capture has made
-                    found = part.gradients_for(given)
-            return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+        try:
+            with self._memory.measured(self._name):
+                if self._may_replay(given):
+                    for static, grad in zip(part.static, given, strict=True):
+                        if static is not None and grad is not None:
+                            once(static).copy_(once(grad), non_blocking=True)
+                    self._backward.replay()
+                    part.saved.free()
+                    found = part.grads
+                else:
+                    found, self._apart = part.run_backward(given, **self._kind())
+        except CaptureError as error:
+            self.failure = str(error)
+            if isinstance(error.__cause__, FreedError):
+                raise error.__cause__ from None
+            raise CaptureError(_NO_BACKWARD.format(self._name, error)) from error
+        return {j: grad for j, grad in enumerate(found) if grad is not None and wanted[j]}
+
+    def _kind(self) -> dict[str, bool]:
+        return {"keep": keeps_graph(), "create_graph": self._now.creates_graph}
+
+    def _may_replay(self, given: Sequence[Tensor | None]) -> bool:
+        """Return whether the graph can do this backward pass. It is captured now if it is the first one."""
+        part = self._part
+        if not (part.has_backward and all(map(_fits, part.static, given))):
+            return False
+        if self._context is None:
+            graph, number = self._memory.graph()
+            if not self._memory.is_free(self, number):
+                return False
+            part.capture_backward(graph, **self._kind())
+            self._backward, self.backward_number = graph, number
+            self.lets_go, self._context = not keeps_graph(), self._now
+        if self.lets_go and (keeps_graph() or part.saved.is_free):
+            return False
+        return self._memory.is_free(self, self.backward_number) and self._context == self._now
+
+    def memory_for(self, grads: dict[int, Tensor]) -> list[Tensor | None]:
+        """Return where to copy each of these gradients: those of parameters where they will be kept, if that can be."""
+        kept, slots, first = self._memory.kept, self._part.slots, len(self._part.grad_inputs)
+        if kept is None:
+            return [None] * len(grads)
+        places = [(slots[number] - first, grad) for number, grad in grads.items()]
+        return [None if j < 0 else kept.take(self._part.params[j], grad) for j, grad in places]
+
+    def is_last(self, given: Sequence[Tensor | None]) -> bool:
+        """Return whether no backward pass may follow. One may that starts from outputs that have no gradient here."""
+        pairs = zip(self._part.static, given, strict=True)
+        return super().is_last(given) and not any(static is not None and grad is None for static, grad in pairs)
+
+
+def _leaves_of(inputs: StaticInputs) -> list[Any]:
+    return tree_flatten((inputs.args, inputs.kwargs))[0]
 
 
 def _fits(static: Tensor | None, grad: Tensor | None) -> bool:

@@ -9,24 +9,22 @@ import torch
 
 from ..._callables.autograd_node import PENDING
 from ..._callables.input_leaves import detached, places_of, static_inputs, wanted_by
-from ..._callables.passes import Passes, replace_forward, undone
+from ..._callables.passes import Passes, replace_forward
 from ..._capture.graph.graph import describe_failure
 from ..._capture.graph.timing import Shares
 from ..._capture.keys.inputs import BatchReader, flatten
+from ..._capture.state.kept_gradients import KeptGradients
 from ..._capture.state.walk import Walk
-from ..._capture.state.watch import autocast
 from ..._errors import CaptureError, InputMismatch
 from ..._torch.autograd.autograd import in_backward, packs_saved_tensors
-from ..._torch.tensors.modes import function_modes, modes, within_transform
+from ..._torch.tensors.modes import function_modes, within_transform
 from ..._torch.tensors.modules import has_global_hooks, hook_tables
-from ..._torch.tensors.settings import settings
 from ..._undo import Undo, replace
 from .module_choice import Choice
 from .module_runs import ModuleRuns
 from .module_survey import ModuleCall, ModuleLayout
-from .part_passes import GraphedPart, PartMemory, PartPasses
-
-_WARM_UP = 2  # passes before a capture
+from .part_memory import PartMemory
+from .part_passes import Context, GraphedPart, PartPasses
 
 
 class PartReport(NamedTuple):
@@ -85,10 +83,14 @@ class Parts:
         return hooks + [id(table.get("forward")) for table in self._tables if "training" in table]
 
     @contextmanager
-    def installed(self, shares: Shares | None = None) -> Iterator[None]:
-        """Context for the forward and backward of one step. With `shares`, the time of each part is measured."""
+    def installed(self, kept: KeptGradients | None, shares: Shares | None = None) -> Iterator[None]:
+        """Context for the forward and backward of one step. With `shares`, the time of each part is measured.
+
+        Gradients of parameters are made where they will be kept, if that can be.
+        """
         with self._runs.installed(), Undo() as undo:
             replace(undo, self.memory, "shares", shares)
+            replace(undo, self.memory, "kept", kept)
             for module, parts in self._modules.items():
                 replace_forward(undo, module, _calls(module.forward, parts))
             undo.note(self.memory.end_call)
@@ -139,7 +141,7 @@ class _GraphedModule:
         self._held: Any = None  # where and how the tensors lie, `requires_grad` and modes
         self.replays = 0
         self.eager: Counter[str] = Counter()  # other calls, by reason
-        self.failure = ""  # why it could not be captured, "" if it could, or may be
+        self._failure = ""  # of the capture of its forward
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module: replay its graph, or call `original`."""
@@ -179,26 +181,23 @@ class _GraphedModule:
         return "" if held else _OTHER_STATE
 
     def _capture(self, original: Callable[..., Any], leaves: list[Any]) -> None:
-        """Capture both passes. Modules and random numbers are as before afterwards. Set `failure` if that fails."""
-        layout, module, device = self._layout, self.call.module, self._memory.device
-        with Undo() as undo:
-            undo.note(modes())
-            try:
-                with Undo() as draws, undone(list(module.modules()), device) as rebound:
-                    for generator in self._memory.generators:
-                        draws.note(generator.set_state, generator.get_state())
-                    inputs = static_inputs(layout.spec, leaves)
-                    passes = PartPasses(original, self.call, inputs, device)
-                    graphs = passes.capture(self._memory, _WARM_UP, allow_unused=True)
-                    if names := rebound():
-                        raise CaptureError(f"{', '.join(names[:3])}: made or rebound in forward.")
-                self._graphs = GraphedPart(self._memory, passes, *graphs, self.call.name or "the model")
-                self._context, self._walk = _context(), Walk({"": module})
-                # What the graphs hold of the module, beside the objects.
-                self._held = self._walk.addresses(), self._walk.layouts(), self._walk.flags()
-            except Exception as error:  # whatever the user's code raises when it is called once more
-                self.failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
-            undo.forget()  # it would clear autocast's cache, which the eager parts of this step go on with
+        """Capture the forward pass. Set `failure` if that cannot be done."""
+        try:
+            passes = PartPasses(original, self.call, static_inputs(self._layout.spec, leaves), self._memory)
+            forward, number = self._memory.graph()
+            passes.capture_forward(forward)
+        except Exception as error:  # whatever the user's code raises when it is called once more
+            self._failure = str(error) if isinstance(error, CaptureError) else describe_failure(error)
+            return
+        self._graphs = GraphedPart(self._memory, passes, forward, number, self.call.name or "the model")
+        self._context, self._walk = _context(), Walk({"": self.call.module})
+        # What the graphs hold of the module, beside the objects.
+        self._held = self._walk.addresses(), self._walk.layouts(), self._walk.flags()
+
+    @property
+    def failure(self) -> str:
+        """Why it could not be captured, "" if it could, or may be."""
+        return self._failure or ("" if self._graphs is None else self._graphs.failure)
 
     def reset(self) -> None:
         """Free the graphs."""
@@ -213,4 +212,4 @@ CHANGED = "a hook was registered in a captured module, or removed, or a module w
 
 def _context() -> tuple[Any, ...]:
     """Return what decides which kernels a module runs, beside its input and its own state."""
-    return autocast(), settings(), tuple(map(type, function_modes()))
+    return Context.now(), tuple(map(type, function_modes()))

@@ -18,13 +18,14 @@ from ..._capture.graph.report import NOR_IN_PARTS
 from ..._capture.graph.timing import Clock, Durations, Shares
 from ..._capture.keys.key import Key
 from ..._capture.ranks.ranks import Ranks
+from ..._capture.state.kept_gradients import KeptGradients
 from ..._torch.tensors.modes import modes
 from ..._undo import Undo
 from ..training_step import Phase
 from .module_choice import Choice, chosen
 from .module_runs import ModuleRuns, runs_in
 from .module_survey import ModuleCall, Survey
-from .part_passes import PartMemory
+from .part_memory import PartMemory
 from .parts import CHANGED, Parts
 from .split_update import Update
 
@@ -40,7 +41,14 @@ NamedModules = Callable[[], Iterable[tuple[str, nn.Module]]]
 
 
 class Divided(Protocol):
-    """What is done in parts: a training step, or a function of the user's."""
+    """What is done in parts: a training step, or a function of the user's.
+
+    Attributes:
+        kept: where `in_parts` keeps gradients of parameters; None if it does not.
+    """
+
+    @property
+    def kept(self) -> KeptGradients | None: ...
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         """Do it."""
@@ -225,7 +233,7 @@ class Split:
         start = self.clock.now() if timed else None
         if shares is not None:
             shares.begin()
-        with self.parts.installed(shares):
+        with self.parts.installed(self._step.kept, shares):
             outputs = engine.run(how, lambda: self._step.in_parts(phase, *args, **kwargs))
         with nullcontext() if shares is None or not self._update.name else shares.measured(self._update.name):
             outputs = self._update.done(phase, outputs)

@@ -1,12 +1,14 @@
 """The settings of torch that decide which kernels run."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
+from ..._undo import Undo
 from ..guard import private
 
 _choose_attention = private(torch, "_fused_sdp_choice")
@@ -101,3 +103,15 @@ PLAIN_READERS: tuple[Callable[[], Any], ...] = tuple(
 def settings() -> list[Any]:
     """Return the values of all settings that decide which kernels run, in the order of `SETTINGS`."""
     return [read() for read in _read_settings.values()]
+
+
+_set_fill = private(torch._C, "_set_deterministic_fill_uninitialized_memory")
+
+
+@contextmanager
+def unfilled_memory() -> Iterator[None]:
+    """Context in which deterministic algorithms do not fill new memory. A graph would fill it again in each replay."""
+    with Undo() as undo:
+        undo.note(_set_fill, _read_settings["torch.utils.deterministic.fill_uninitialized_memory"]())
+        _set_fill(False)
+        yield

@@ -77,9 +77,12 @@ def unowned(tensor: Tensor) -> Tensor:
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         again = _storage_at(_pointer(storage), tensor.device, storage.nbytes())
-        return fresh.set_(again, tensor.storage_offset(), tensor.shape, tensor.stride())
+        fresh.set_(again, tensor.storage_offset(), tensor.shape, tensor.stride())
+        fresh = fresh.conj() if tensor.is_conj() else fresh
+        return _neg_view(fresh) if tensor.is_neg() else fresh
 
 
+_neg_view: Callable[[Tensor], Tensor] = private(torch, "_neg_view")
 _pointer = torch.UntypedStorage.data_ptr  # which a recorder of ampkit's replaces, to see who else asks
 
 

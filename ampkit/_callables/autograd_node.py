@@ -182,7 +182,7 @@ _differentiable_once: Callable[..., tuple[Tensor | None, ...]] = _Differentiable
 def _copies(tensors: Sequence[Tensor], memory: Sequence[Tensor | None] = ()) -> list[Tensor]:
     """Return copies that belong to the caller, made by one kernel for all tensors of one dtype.
 
-    `memory` has tensors to copy some of them into; if it is empty, all memory is new.
+    `memory` has tensors to copy some of them into, or that they lie in already; if it is empty, all memory is new.
     """
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
@@ -193,10 +193,11 @@ def _copies(tensors: Sequence[Tensor], memory: Sequence[Tensor | None] = ()) -> 
             place = place_of(tensor)
             given = empty_like(tensor, place) if place and is_dense(tensor) else torch.empty_like(tensor)
         copies.append(given)
-    if len(copies) == 1:
-        copies[0].copy_(tensors[0])
-    elif copies:
-        foreach_copy_(copies, list(tensors))
+    pairs = [pair for pair in zip(copies, tensors, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
+        foreach_copy_(*map(list, zip(*pairs, strict=True)))
     return copies
 
 

@@ -127,6 +127,13 @@ class StepFunction:
         set_gradients(params, left)  # they lie in no graph's pool
         return FunctionOutput(outputs, tuple(schedule.is_moved_by(stepped) for schedule in self.schedules))
 
+    def watched(
+        self, watching: AbstractContextManager[None], phase: Phase, *args: Any, **kwargs: Any
+    ) -> FunctionOutput:
+        """Call the function within a context."""
+        with watching:
+            return self(phase, *args, **kwargs)
+
     in_parts = __call__  # the function steps its optimizers itself
     kept: ClassVar[None] = None  # it sees each gradient in memory of its own
 

@@ -171,7 +171,7 @@ class TrainingStep:
         self._capturable = tuple(capturable)
         self.place: OptimizerPlace = place
         self.gradients: dict[str, Tensor] = {}
-        self.kept: KeptGradients = KeptGradients()
+        self.kept: KeptGradients = KeptGradients(lasts=accumulate > 1)
         self.closure: tuple[Callable[[], Any], ...] = ()
         self.followed: bool = False
         self._working = WorkingWeights(model, averaging=ranks.reducers if ranks.wrappers else None)
@@ -232,6 +232,10 @@ class TrainingStep:
     def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the same without the optimizer step, for which `finish` must be called behind the last micro-batch."""
         return self._run(phase, args, kwargs, nullcontext(), steps=False)
+
+    def watched(self, watching: AbstractContextManager[None], phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
+        """Do the part of a step that belongs to one micro-batch, forward and backward within a context."""
+        return self._run(phase, args, kwargs, watching, steps=phase.last and not self.place.behind)
 
     def plain(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch, with nothing compiled."""
@@ -515,14 +519,16 @@ class TrainingStep:
         new = [i for i, param in params.items() if param.grad is not None and i not in known]
         copied = []
         for i in new:
-            kept, like = self.gradients.get(_name(i)), _kind(params[i].grad)
+            kept, like = self.kept.get(params[i], self.gradients.get(_name(i))), _kind(params[i].grad)
             if kept is None or _kind(kept) != like:
                 self.gradients[_name(i)] = torch.empty_like(params[i], dtype=like[0])
                 self.kept.add(params[i], self.gradients[_name(i)])
             elif self.kept.leave(params[i]):
                 self.gradients[_name(i)] = torch.empty_like(kept)
-            elif params[i].grad is kept:
-                continue
+            else:
+                self.gradients[_name(i)] = kept
+                if params[i].grad is kept:
+                    continue
             copied.append(i)
         if copied:
             buffers = [local_shard(self.gradients[_name(i)]) for i in copied]

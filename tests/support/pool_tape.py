@@ -153,7 +153,12 @@ def pooled() -> Iterator[list[TapePool]]:
     def spans(memory: PartMemory) -> Any:
         return [by_pool[pool].span for pool in memory._pools] if memory.emulated else on_cuda[1](memory)
 
-    with mock.patch.multiple(PartMemory, _graph_in=graph_in, spans=spans):
+    def move_memory(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        _ = storage.resize_(storage.nbytes()) if storage.resizable() else storage.share_memory_()
+
+    moved = mock.patch("ampkit._capture.state.kept_gradients.move_memory", move_memory)
+    with moved, mock.patch.multiple(PartMemory, _graph_in=graph_in, spans=spans):
         yield pools
 
 

@@ -1,6 +1,7 @@
 """One call of a captured function: a replay of its graph, a step of its warm-up, its capture, or an eager call."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -412,13 +413,12 @@ class Engine:
         """Return what `fn` returns, the caller's own; it is called eagerly, and counted under this reason."""
         return self._eager.run(reason, fn)
 
-    def run_noted(self, reason: str, fn: Callable[[], Any]) -> Any:
-        """The same, where only modules are captured: what they read in the call is compared from then on.
+    def run_noted(self, reason: str, fn: Callable[[AbstractContextManager[Any]], Any]) -> Any:
+        """The same, where only modules are captured: what is read in the context that `fn` gets is compared later on.
 
         The call under the preflight may have filled a cache that they read, which tells of no later call.
         """
-        with self._state.noting_reads(in_parts=lambda: True):
-            outputs = self._eager.run(reason, fn)
+        outputs = self._eager.run(reason, lambda: fn(self._state.noting_reads(in_parts=lambda: True)))
         self._session.settings_history.take_values()
         return outputs
 

@@ -19,6 +19,7 @@ from ..._callables.shared_memory import SharedMemory
 from ..._capture.graph.graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
 from ..._capture.graph.timing import Shares
 from ..._capture.state.kept_gradients import KeptGradients
+from ..._errors import CaptureError
 from ..._torch.autograd.autograd import current_node
 from ..._torch.tensors.tensors import storage_address, unowned
 
@@ -50,12 +51,16 @@ class PartMemory(SharedMemory):
     at first, has a pool of its own: nobody knows its place among the others.
     """
 
+    use = "steps"  # autograd and cuBLAS have memory for that stream already
+
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
         super().__init__(device, emulated)
+        self._stream = None if emulated else capture_stream(device, self.use)
         self.generators = tuple(generators)
         self._pools = [Pool()]  # the first one is shared
         self._count = 0  # of the graphs in it
         self._is_shared = True  # by the graphs that are captured next
+        self._newest = 0  # of the backward graphs whose gradients stay in the pool until the call is over
         self._replayed: list[SharesPool] = []  # in the order of their captures; those that may be pending, and others
         self.kept: KeptGradients | None = None  # where the present call keeps gradients of parameters
         self.shares: Shares | None = None  # measures how much of the time of the present call each part takes
@@ -67,6 +72,7 @@ class PartMemory(SharedMemory):
 
     def end_call(self) -> None:
         """Take note that a call is over. If it has captured graphs, later ones do not share their pool."""
+        self._newest = 0
         if self._is_shared and self._count:
             self._is_shared = False
             if not self.emulated:
@@ -75,8 +81,11 @@ class PartMemory(SharedMemory):
     def is_free(self, part: SharesPool, number: int) -> bool:
         """Return whether a graph of this part with this number may be replayed now.
 
-        It overwrites activations of forward passes that were captured behind it, and those that were let go before it.
+        It overwrites activations of forward passes that were captured behind it, and those that were let go before it,
+        and gradients of backward passes that were captured behind it.
         """
+        if 0 < number <= self._newest:
+            return False
         while self._replayed and not self._replayed[-1].pending:
             self._replayed.pop()
         return not number or not any(
@@ -85,6 +94,10 @@ class PartMemory(SharedMemory):
             and other.pending
             for other in self._replayed
         )
+
+    def stays_in_pool(self, part: SharesPool) -> None:
+        """Take note that the call will use gradients of a part where its backward graph has written them."""
+        self._newest = part.backward_number
 
     def note(self, part: SharesPool) -> None:
         """Take note of the replay of a forward graph, behind `is_free`."""
@@ -110,7 +123,10 @@ class PartMemory(SharedMemory):
     def _graph_in(self, pool: Pool) -> Graph:
         if self.emulated:
             return EmulatedGraph()
-        return CudaGraph(capture_stream(self.device, self.use), pool, self.generators)
+        stream = capture_stream(self.device, self.use)
+        if stream != self._stream:  # a backward pass runs on the streams of its forward, whoever begins it
+            raise CaptureError(_OTHER_THREAD)
+        return CudaGraph(stream, pool, self.generators)
 
     def spans(self) -> _Spans:
         """Return where the pools lie. It reads the allocator and does not wait for the device."""
@@ -197,6 +213,9 @@ class SavedTensors:
 
 
 _NO_SPANS: _Spans = ()
+_OTHER_THREAD = (
+    "all of its passes must be captured in one thread. Call the step, and backward, in the thread of the first step."
+)
 _FREED = (
     "backward for a second time through a module that is captured by itself, whose activations are freed. Pass "
     "retain_graph=True to the first backward."

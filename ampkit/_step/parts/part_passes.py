@@ -87,6 +87,7 @@ class PartPasses(Passes):
     Attributes:
         static: the gradients of the differentiable outputs, which backward starts from; None for those without.
         slots: the number of the source of each gradient that backward gives out; see `Passes.grads` for the sources.
+        made: gradients of parameters in the pool, by the number of the slot. Their memory is let go with them.
     """
 
     empties_autocast_cache = False  # the eager parts of the step go on with what it has
@@ -112,6 +113,7 @@ class PartPasses(Passes):
         self.static: list[Tensor | None] = []
         self._edges: list[list[tuple[Any, int]]] = []  # by source: the nodes that use it, and the number of the input
         self.slots: list[int] = []
+        self.made: dict[int, Tensor] = {}
 
     def forward(self) -> None:
         """Run the module; keep its outputs with their autograd graph."""
@@ -185,6 +187,9 @@ class PartPasses(Passes):
             graph.capture(run_again if self._runs_again else record)
         if not self._runs_again:
             self.static = [None if static is None else unowned(static) for static in self.static]
+            once_used = [j >= len(self.grad_inputs) and self.slots.count(j) == 1 for j in self.slots]
+            pairs = enumerate(zip(self.grads, once_used, strict=True))
+            self.made = {i: grad for i, (grad, is_whole) in pairs if grad is not None and is_whole}
             self.grads = [grad if grad is None or grad.is_sparse else unowned(grad) for grad in self.grads]
 
     def run_backward(
@@ -412,11 +417,17 @@ class GraphedPart(GraphedPasses):
 
     def memory_for(self, grads: dict[int, Tensor]) -> list[Tensor | None]:
         """Return where to copy each of these gradients: those of parameters where they will be kept, if that can be."""
-        kept, slots, first = self._memory.kept, self._part.slots, len(self._part.grad_inputs)
+        kept, part, first = self._memory.kept, self._part, len(self._part.grad_inputs)
+        made, part.made = part.made if self.backward_number else {}, {}
         if kept is None:
             return [None] * len(grads)
-        places = [(slots[number] - first, grad) for number, grad in grads.items()]
-        return [None if j < 0 else kept.take(self._part.params[j], grad) for j, grad in places]
+        found = []
+        for number, grad in grads.items():
+            j = part.slots[number] - first
+            found.append(None if j < 0 else kept.take(part.params[j], grad, made.get(number)))
+            if found[-1] is not None and found[-1].data_ptr() == grad.data_ptr():
+                self._memory.stays_in_pool(self)
+        return found
 
     def is_last(self, given: Sequence[Tensor | None]) -> bool:
         """Return whether no backward pass may follow. One may that starts from outputs that have no gradient here."""

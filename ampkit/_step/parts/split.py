@@ -2,8 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ class Divided(Protocol):
 
     def __call__(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         """Do it."""
+
+    def watched(self, watching: AbstractContextManager[None], phase: Phase, *args: Any, **kwargs: Any) -> Any:
+        """Do it, forward and backward within a context."""
 
     def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         """Do what comes before the update of the parameters, if that is a part of its own."""
@@ -264,15 +267,19 @@ class Split:
         generators, places = self._options.generators, engine.places_and_values()
         survey = Survey(named, self._device, generators, self._left, *places, writes_may_stop=may_stop)
 
-        def step() -> Any:
+        @contextmanager
+        def watching(noting: AbstractContextManager[Any]) -> Iterator[None]:
+            with noting, runs.installed(), survey.watching():
+                yield
+
+        def step(noting: AbstractContextManager[Any]) -> Any:
             with Undo() as undo:
                 undo.note(modes())
-                with runs.installed(), survey.watching():
-                    outputs = self._step.in_parts(phase, *args, **kwargs)
+                outputs = self._step.watched(watching(noting), phase, *args, **kwargs)
                 undo.forget()
             return outputs
 
-        outputs = self._update.done(phase, engine.run_noted(_SURVEYED, step))
+        outputs = engine.run_noted(_SURVEYED, step)
         self._lines |= survey.lines
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)

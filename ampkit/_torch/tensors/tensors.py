@@ -173,6 +173,12 @@ private(Tensor, "_use_count")
 use_count: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 
 
+def move_memory(tensor: Tensor) -> None:
+    """Copy the memory of a tensor, and have it and all others that share it lie in the copy from now on. Sync: none."""
+    storage = tensor.untyped_storage()
+    storage.resize_(storage.nbytes())
+
+
 def shares_storage_with_none(tensor: Tensor) -> bool:
     """Return whether no other tensor lies in the same memory."""
     storage = tensor.untyped_storage()  # itself the second user of the memory, beside the tensor

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from harness import ENGINES, assert_same, bits, deterministic
-from pool_tape import TapePool, pooled, pooled_bytes
+from pool_tape import TapePool, in_capture, pooled, pooled_bytes
 from split_harness import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._capture.state.kept_gradients import KeptGradients
 
 pytestmark = pytest.mark.usefixtures("untimed")
 
@@ -289,7 +290,11 @@ def test_the_pool_is_no_larger_than_what_an_eager_step_needs(
         copies.extend(into)
         torch._foreach_copy_(into, values)
 
-    copies: list[Tensor] = []
+    def get(*args: Any) -> Tensor | None:
+        kept.append(get_kept(*args))
+        return kept[-1]
+
+    copies, kept, get_kept = list[Tensor](), list[Tensor | None](), KeptGradients.get
     eager = pooled_bytes(forward_and_backward)
     model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -299,21 +304,37 @@ def test_the_pool_is_no_larger_than_what_an_eager_step_needs(
         for _ in range(WATCHED + 2):
             step(x, y)
         monkeypatch.setattr("ampkit._step.training_step.foreach_copy_", copied)
+        monkeypatch.setattr(KeptGradients, "get", get)
         step(x, y)
     assert [part.replays for part in step.report().parts] == [3] * layers
     assert not copies, "backward makes the gradients where the step keeps them"
+    assert len(kept) == len(list(model.parameters()))
+    assert all(grad is not None and pools[0].holds(grad) for grad in kept)
     assert len(pools) == 1
     assert pools[0].nbytes <= 1.05 * eager
 
 
+class InTurn(Reads):
+    """Layers in an order that depends on what is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = x.detach().mean().item()
+        x = x / (1 + abs(number))
+        layers = list(self.layers)[:: 1 if number > 0 else -1]
+        return sum(layer(x) for layer in layers).mean(1)  # type: ignore[union-attr]
+
+
 class Hooked:
-    """A model whose gradients somebody keeps, in some calls: a hook, of a parameter or of another, or the caller."""
+    """A model whose gradients somebody keeps, in some calls: a hook, of a parameter or of another, or the caller.
+
+    Or its modules are called in another order in some calls ("order"), or two calls make a step ("accumulate").
+    """
 
     def __init__(self, engine: Engine, how: str) -> None:
         self.device, graph = engine
         torch.manual_seed(1)
         self.how, self.kept, self.clones, self.keeps = how, list[Tensor](), list[Tensor](), False
-        self.model = Reads(2, 16).to(self.device)
+        self.model = (InTurn if how == "order" else Reads)(2, 16).to(self.device)
         self.weight = self.model.layers[0].linear1.weight
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         if how == "hook":
@@ -322,7 +343,13 @@ class Hooked:
             last = self.model.layers[1]
             self.model.layers[0].linear2.weight.register_hook(lambda _: self.keep(last.linear1.weight.grad))
         self.step = ampkit.graphed_step(
-            self.loss, self.model, self.optimizer, max_norm=0.1, graph=graph, host_writes="ignore"
+            self.loss,
+            self.model,
+            self.optimizer,
+            max_norm=0.1,
+            accumulate=1 + (how == "accumulate"),
+            graph=graph,
+            host_writes="ignore",
         )
 
     def keep(self, grad: Tensor | None) -> None:
@@ -350,7 +377,7 @@ class Hooked:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("how", ["hook", "param.grad", "aux", "nobody"])
+@pytest.mark.parametrize("how", ["hook", "param.grad", "aux", "order", "accumulate", "nobody"])
 @pytest.mark.usefixtures("pools")
 def test_a_gradient_that_somebody_has_is_not_overwritten(engine: Engine, how: str) -> None:
     """R5: gradients of parameters are made in memory that the next step uses again, unless somebody has them."""
@@ -368,4 +395,76 @@ def test_a_gradient_that_somebody_has_is_not_overwritten(engine: Engine, how: st
         found[1] = [bits(grad) for grad in hooked.clones]
         expected[1] = [bits(grad) for grad in eager.clones]
     assert_same(found, expected)
-    assert len(found[1]) == {"nobody": 0, "param.grad": 4, "aux": 3 * WATCHED, "hook": 4}[how]
+    assert len(found[1]) == {"param.grad": 4, "aux": 3 * WATCHED, "hook": 4}.get(how, 0)
+
+
+class CannotBeCaptured(torch.autograd.Function):
+    """A backward that no graph can hold, if it is that of a sum, or in any case."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_sums_alone: bool) -> Tensor:
+        ctx.of_sums_alone = of_sums_alone
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if in_capture() and (not ctx.of_sums_alone or grad.stride() == (0, 0)):
+            raise RuntimeError("this cannot be captured")
+        return grad * 2, None
+
+
+class Odd(Block):
+    """A block with such a backward."""
+
+    of_sums_alone = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CannotBeCaptured.apply(super().forward(x), self.of_sums_alone)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("pools")
+def test_a_module_whose_backward_cannot_be_captured_is_eager(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: that is found out before a graph of its forward is replayed; others are captured."""
+    monkeypatch.setattr(f"{__name__}.Twice", Odd)
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        expected, _ = train((engine[0], "off"), read_twice, bool)
+        found, report = train(engine, read_twice, bool)
+    assert_same(found, expected)
+    assert [part.module.rpartition(".")[2] for part in report.parts] == ["first"]
+    assert report.parts[0].replays >= WATCHED
+    assert any("twice: capture failed at" in line and "this cannot be captured" in line for line in report.split)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("pools")
+def test_a_backward_that_cannot_be_captured_is_an_error(engine: Engine) -> None:
+    """R4: where it could be with other gradients. The module is eager from then on, and random numbers go on."""
+    device = engine[0]
+    torch.manual_seed(1)
+    nets = nn.ModuleList([Block(), Odd()]).to(device)
+    nets[1].of_sums_alone = True
+
+    @ampkit.graphed(modules=(nets,), graph=engine[1])
+    def step(x: Tensor, flag: Tensor) -> list[Tensor]:
+        nets.zero_grad()
+        found = nets[1](nets[0](x))
+        is_sum = len((flag * nets[0].first.weight.detach().abs().max()).nonzero()) > 0
+        (found.sum() if is_sum else found.square().mean()).backward()
+        return [param.grad.clone() for param in nets.parameters()]
+
+    x, sums, plain = torch.randn(6, WIDTH, device=device), torch.ones(1, device=device), torch.zeros(1, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.CaptureWarning)
+        for _ in range(WATCHED + 2):
+            step(x, plain)
+        with pytest.raises(ampkit.CaptureError, match=r"backward of .*1, which is captured by itself, cannot be"):
+            step(x, sums)
+        torch.manual_seed(3)
+        found = [bits(grad) for grad in step(x, sums)]
+        torch.manual_seed(3)
+        nets.zero_grad()
+        nets[1](nets[0](x)).sum().backward()
+    assert_same(found, [bits(param.grad) for param in nets.parameters()])
+    assert any("this cannot be captured" in reason for part in step.report().parts for reason in part.eager)

@@ -7,7 +7,7 @@ show nothing of this, nor of what such a pool takes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -16,10 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampkit._capture.graph.graph import Pool
+from ampkit._capture.graph.graph import Pool, describe_failure
+from ampkit._errors import CaptureError
 from ampkit._step.parts.part_memory import PartMemory
+from ampkit._torch.device.streams import capturing_builtin
 from ampkit._torch.tensors.tensors import unowned
 
+_is_capturing = capturing_builtin()
 _BLOCK = 512  # bytes, as in torch's allocator on CUDA
 _MAKE_MEMORY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_")
 
@@ -106,19 +109,27 @@ class _Tape(TorchDispatchMode):
 class PooledGraph:
     """Takes the place of a CUDA graph."""
 
+    records: ClassVar[bool] = False  # whether one is being captured
+
     def __init__(self, pool: TapePool) -> None:
         self._pool, self._tape, self._outputs = pool, _Tape(pool), None
 
     def capture(self, fn: Callable[[], Any], context: Any = None, then: Any = None) -> None:
         """Record what `fn` does, and undo it."""
         memory, random_state = self._pool.memory.clone(), torch.get_rng_state()
-        with self._tape:
-            fn()
-        self._pool.memory.copy_(memory)
-        for whole, before in self._tape.before.values():
-            whole.copy_(before)
-        self._tape.before = {}
-        torch.set_rng_state(random_state)
+        PooledGraph.records = True
+        try:
+            with self._tape:
+                fn()
+        except Exception as error:
+            raise CaptureError(describe_failure(error)) from error
+        finally:
+            PooledGraph.records = False
+            self._pool.memory.copy_(memory)
+            for whole, before in self._tape.before.values():
+                whole.copy_(before)
+            self._tape.before = {}
+            torch.set_rng_state(random_state)
 
     def replay(self) -> None:
         """Run what was recorded, in the same memory."""
@@ -131,6 +142,11 @@ class PooledGraph:
     def reset(self) -> None:
         """Forget everything."""
         self._tape = _Tape(self._pool)
+
+
+def in_capture() -> bool:
+    """Return whether what runs now is captured, by such a graph or by a CUDA graph."""
+    return PooledGraph.records or (torch.cuda.is_initialized() and _is_capturing())
 
 
 @contextmanager

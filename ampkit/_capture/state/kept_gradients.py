@@ -44,7 +44,8 @@ class KeptGradients:
 
         `made` is a tensor that has the memory of the gradient in the pool of a graph, where it may stay.
         """
-        if made is not None and not self.lasts and param not in self._by_param:
+        is_whole = made is not None and made.stride() == param.stride()  # as autograd makes gradients
+        if made is not None and is_whole and not self.lasts and param not in self._by_param:
             self._by_param[param] = made
             self._in_pool.add(param)
         kept = self._by_param.get(param)

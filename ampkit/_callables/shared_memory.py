@@ -23,9 +23,6 @@ class SharedMemory:
     graphs share one pool and may run in any order: they leave only gradients there, which are copied out at once.
     """
 
-    # Of `capture_stream`: another stream than that of steps, whose calls may run in another thread at the same time.
-    use = "callables"
-
     def __init__(self, device: torch.device, emulated: bool) -> None:
         self.device = device
         self.emulated = emulated
@@ -35,8 +32,14 @@ class SharedMemory:
         """Return a forward and a backward graph to capture."""
         if self._pool is None:
             return EmulatedGraph(), EmulatedGraph()
-        stream = capture_stream(self.device, self.use)
-        return CudaGraph(stream, Pool()), CudaGraph(stream, self._pool)
+        return CudaGraph(self.stream(), Pool()), CudaGraph(self.stream(), self._pool)
+
+    def stream(self) -> torch.cuda.Stream:
+        """Return the stream on which passes are captured: another one than that of steps.
+
+        Their calls may run in another thread at the same time.
+        """
+        return capture_stream(self.device, "callables")
 
     def call(self) -> AbstractContextManager[Any]:
         """Return a context for a whole call.
@@ -65,7 +68,7 @@ class SharedMemory:
         if self._pool is None:
             yield
             return
-        current, stream = self.in_turn(torch.cuda.current_stream, self.device), capture_stream(self.device, self.use)
+        current, stream = self.in_turn(torch.cuda.current_stream, self.device), self.stream()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):

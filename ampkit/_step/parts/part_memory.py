@@ -19,7 +19,6 @@ from ..._callables.shared_memory import SharedMemory
 from ..._capture.graph.graph import CudaGraph, EmulatedGraph, Graph, Pool, capture_stream
 from ..._capture.graph.timing import Shares
 from ..._capture.state.kept_gradients import KeptGradients
-from ..._errors import CaptureError
 from ..._torch.autograd.autograd import current_node
 from ..._torch.tensors.tensors import storage_address, unowned
 
@@ -51,11 +50,9 @@ class PartMemory(SharedMemory):
     at first, has a pool of its own: nobody knows its place among the others.
     """
 
-    use = "steps"  # autograd and cuBLAS have memory for that stream already
-
     def __init__(self, device: torch.device, emulated: bool, generators: Sequence[torch.Generator]) -> None:
         super().__init__(device, emulated)
-        self._stream = None if emulated else capture_stream(device, self.use)
+        self._stream: torch.cuda.Stream | None = None  # not known before the first capture
         self.generators = tuple(generators)
         self._pools = [Pool()]  # the first one is shared
         self._count = 0  # of the graphs in it
@@ -123,10 +120,14 @@ class PartMemory(SharedMemory):
     def _graph_in(self, pool: Pool) -> Graph:
         if self.emulated:
             return EmulatedGraph()
-        stream = capture_stream(self.device, self.use)
-        if stream != self._stream:  # a backward pass runs on the streams of its forward, whoever begins it
-            raise CaptureError(_OTHER_THREAD)
-        return CudaGraph(stream, pool, self.generators)
+        return CudaGraph(self.stream(), pool, self.generators)
+
+    def stream(self) -> torch.cuda.Stream:
+        """Return the stream of the step, for which cuBLAS has memory, whichever thread calls the step or backward."""
+        if self._stream is None:
+            current, default = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+            self._stream = capture_stream(self.device) if current == default else current  # that has no captures
+        return self._stream
 
     def spans(self) -> _Spans:
         """Return where the pools lie. It reads the allocator and does not wait for the device."""
@@ -213,9 +214,6 @@ class SavedTensors:
 
 
 _NO_SPANS: _Spans = ()
-_OTHER_THREAD = (
-    "all of its passes must be captured in one thread. Call the step, and backward, in the thread of the first step."
-)
 _FREED = (
     "backward for a second time through a module that is captured by itself, whose activations are freed. Pass "
     "retain_graph=True to the first backward."

@@ -152,7 +152,8 @@ class PartPasses(Passes):
                 self._check_same(known)
                 if self.has_backward and not self._runs_again:
                     attempt = self._memory.graph_apart()
-                    attempt.capture(partial(self.gradients_for, self.static, keep=True))
+                    with torch.autocast(self._device.type, enabled=False):  # as in the warm-up
+                        attempt.capture(partial(self.gradients_for, self.static, keep=True))
                     attempt.reset()
         if not self._runs_again:
             self._outputs = [unowned(output) if isinstance(output, Tensor) else output for output in self._outputs]
@@ -187,9 +188,9 @@ class PartPasses(Passes):
             graph.capture(run_again if self._runs_again else record)
         if not self._runs_again:
             self.static = [None if static is None else unowned(static) for static in self.static]
-            once_used = [j >= len(self.grad_inputs) and self.slots.count(j) == 1 for j in self.slots]
-            pairs = enumerate(zip(self.grads, once_used, strict=True))
-            self.made = {i: grad for i, (grad, is_whole) in pairs if grad is not None and is_whole}
+            first = len(self.grad_inputs)
+            whole = [i for i, j in enumerate(self.slots) if j >= first and len(self._edges[j]) == 1]
+            self.made = {i: grad for i in whole if (grad := self.grads[i]) is not None and not grad.is_sparse}
             self.grads = [grad if grad is None or grad.is_sparse else unowned(grad) for grad in self.grads]
 
     def run_backward(

@@ -361,7 +361,7 @@ class Hooked:
         loss = classified(model, x, y)
         if self.how != "aux":
             return loss
-        grads = torch.autograd.grad(loss, [self.weight], retain_graph=True)
+        grads = torch.autograd.grad(3 * loss, [self.weight], retain_graph=True)
         return loss, grads[0]
 
     def run(self) -> list[Any]:

@@ -321,6 +321,8 @@ class Split:
         if self.parts is not None:
             self.parts.reset()
             self.parts = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # no eager call can use what is cached for the pools
 
     def first_words(self) -> str:
         """Return in words what is to be captured, once, as soon as that is known; else ""."""

@@ -27,6 +27,7 @@ class KeptGradients:
     def add(self, param: Tensor, kept: Tensor) -> None:
         """Take note of the tensor in which a gradient is kept."""
         self._by_param[param] = kept
+        self._in_pool.discard(param)
 
     def get(self, param: Tensor, default: Tensor | None) -> Tensor | None:
         """Return the tensor in which the gradient of a parameter is kept, `default` if others have seen it."""

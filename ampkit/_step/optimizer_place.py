@@ -211,6 +211,12 @@ class OptimizerPlace(MovableOptimizer):
         remedy = f"Write {name}(..., fused=True)." if can_fuse else "Keep it constant."
         if self._holds:
             remedy = "Pass lr=torch.tensor(rate, device=...), which kernels of torch read from the device."
+            if isinstance(self._named.defaults.get("lr"), Tensor):
+                tensor = f"torch.tensor(group['lr'], device='{self.groups[0].device.type}')"
+                remedy = (
+                    "A state that was loaded has put a float in place of the tensor that it was made with. Behind "
+                    f"load_state_dict write: for group in optimizer.param_groups: group['lr'] = {tensor}."
+                )
         return f"{name} has numbers that a graph would hold as constants, and {changed}. {remedy}"
 
     def has_moved(self) -> bool:

@@ -175,8 +175,9 @@ class GraphedStep(GraphOwner):
         A window of fewer micro-batches, such as the last one of an epoch, is done as by that many calls and `flush()`:
         each loss stays divided by `accumulate`, and the optimizer steps eagerly.
 
-        The calls are made one by one if nothing is captured, if the host decides by random draws, and if `loss_fn`
-        changes its batch in place. An optimizer that steps behind the graphs does so behind the launch.
+        The calls are made one by one if nothing is captured, if the host decides by random draws, if `loss_fn` changes
+        its batch in place, and with `after_every`. An optimizer that steps behind the graphs does so behind the launch,
+        and so is `after_step` called, where it cannot be captured.
 
         Args:
             *args: trees of tensors of shape (N, ...) on the model's device, and of hashable constants that all calls
@@ -230,6 +231,7 @@ class GraphedStep(GraphOwner):
         """Return graphs, replays, eager steps and why, bytes, skipped steps so far. Waits for the device."""
         padding = () if self._padding is None else self._padding.report()
         said: dict[str, Any] = {"padding": padding, "float8": self._float8.report(), "stopped": self._window.stopped()}
+        said["micro_batches"] = self._window.micro_batches()
         return replace(self._engine.report(self.skipped), **said, **self._compiled())
 
     def choose_buckets(self, batches: Iterable[Any]) -> None:

@@ -56,6 +56,8 @@ class Window:
     count: int = 0
     accumulated: tuple[int, ...] = ()
     _steps: int = 0  # of the optimizer, so far
+    _singles: int = 0  # micro-batches that had a call each, so far
+    _ended: int = 0  # windows that such a call, or a flush, has ended
     _phase: Phase = field(default_factory=lambda: Phase(True, ()))  # of the last call
     asks: bool = True  # whether a call asks if training has stopped
     _observed: bool | None = None  # whether the observer measures in this window; None before it was asked
@@ -104,9 +106,15 @@ class Window:
             self._stepped(out.grad_norm, out.skipped, self._phase)
         else:
             self.count, self.accumulated, self._observed = before[0] + 1, accumulated or (), before[2]
+        if call is None:
+            self._singles, self._ended = self._singles + 1, self._ended + last
         if failure is not None:
             raise failure
         return out
+
+    def micro_batches(self) -> tuple[int, int] | None:
+        """Return how many had a call each, and how many windows these calls and `flush` ended; None if each is one."""
+        return None if self._size == 1 else (self._singles, self._ended)
 
     def observes(self) -> bool:
         """Return whether the observer measures in the window that is open, or else in the one to come."""
@@ -140,6 +148,7 @@ class Window:
         finish = partial(self._step.finish, phase, averaged=False, factor=factor)
         norm, skipped = self._run(reason, finish)
         torch.clear_autocast_cache()
+        self._ended += 1
         self._stepped(norm, skipped, phase)
         return norm, skipped
 
@@ -190,8 +199,8 @@ class Window:
             where = "numerics=ampkit.debug.numerics(model, every=1) names the first layer."
         raise NonfiniteError(
             f"graphed_step(nonfinite='stop'): a gradient was inf or nan in {_named(number, self._size)}, counted from "
-            f"1, the first of this object. Weights, optimizer and averages are those before it. {where} To go on, load a checkpoint and call "
-            "step.load_state_dict(state), or step.load_state_dict({}) to go on from here."
+            f"1, the first of this object. Weights, optimizer and averages are those before it. {where} To go on, load "
+            "a checkpoint and call step.load_state_dict(state), or step.load_state_dict({}) to go on from here."
         )
 
     def _follows(self) -> bool:
@@ -233,8 +242,8 @@ def warn_of_stop(guard: NonfiniteGuard, size: int) -> None:
     if number is not None:
         warnings.warn(
             f"graphed_step(nonfinite='stop'): training ended, and no error has said that a gradient was inf or nan in "
-            f"{_named(number, size)}, counted from 1, the first of this object. No step behind it has changed a weight. "
-            "Call step.flush() behind the last step, and before each checkpoint and log.",
+            f"{_named(number, size)}, counted from 1, the first of this object. No step behind it has changed a weight."
+            " Call step.flush() behind the last step, and before each checkpoint and log.",
             AmpkitWarning,
             stacklevel=2,
         )

@@ -800,8 +800,8 @@ def test_functions_of_other_kinds(script):
     assert found.figures["outcome"] == "eager"
     with pytest.raises(DoctorError, match="Return the one that it was given"):
         script("import ampkit\ndef training():\n    return ampkit.graphed(modules=())(net()), data()")
+    made = "ampkit.graphed_step(loss_fn, model, sgd(model), graph='emulate')"
     with pytest.raises(DoctorError, match=r"graphed_step has made. Return what .*, batches, options"):
-        made = "ampkit.graphed_step(loss_fn, model, sgd(model), graph='emulate')"
         script(f"import ampkit\ndef training():\n    model = net()\n    return {made}, data()")
     with pytest.raises(DoctorError, match="'lr', expected a dict of arguments of graphed: modules"):
         script("def training():\n    return (lambda x, y: x), data(), {'lr': 1}")

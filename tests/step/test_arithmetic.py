@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -213,6 +214,26 @@ def test_a_rate_that_changes_moves_the_optimizer_behind_the_graph(engine: Engine
         found, report = with_ampkit(tensor._replace(rate=torch.tensor(1e-3, device=device)), engine)
     assert_same(found, expected)
     assert (report.replays, report.eager_optimizer) == (9, None)
+
+
+def test_a_state_with_a_float_in_place_of_the_rate() -> None:
+    """W7: the user has passed a tensor; it is said what has put the float there, and the line that helps."""
+    net = torch.nn.Linear(2, 1)
+    saved = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True).state_dict()
+    for mends in (False, True):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3), fused=True)
+        optimizer.load_state_dict(saved)
+        if mends:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(group["lr"], device="cpu")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        options: dict[str, Any] = {"arithmetic": "torch", "graph": "emulate", "scheduler": schedule}
+        step = ampkit.graphed_step(lambda net, x: net(x).square().mean(), net, optimizer, **options)
+        expected = r"A state that was loaded .* group\['lr'\] = torch\.tensor\(group\['lr'\], device='cpu'\)\. Until"
+        with nullcontext() if mends else pytest.warns(ampkit.CaptureWarning, match=expected):
+            for _ in range(6):
+                step(torch.ones(3, 2))
+        assert step.report().outcome == ("whole" if mends else "in parts")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -306,6 +306,35 @@ def test_after_every_third_step_of_a_stack(way: str) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_window_with_an_after_step_behind_it(engine: Engine) -> None:
+    """G3: it stays one launch, and `after_step` is called once behind that, also after a `flush`."""
+    found = []
+    for graph in ("off", engine[1]):
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        optimizer = OPTIMIZERS["fused"](net)
+        seen: list[float] = []
+        options: dict[str, Any] = {"after_step": lambda net, seen=seen: seen.append(net.inner.bias.sum().item())}
+        step = ampkit.graphed_step(loss_fn, net, optimizer, accumulate=2, graph=graph, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            data = batches(engine[0], 40)
+            for i in range(0, 32, 2):
+                step.window(*(torch.stack(each) for each in zip(*data[i : i + 2], strict=True)))
+            step(*data[32])
+            step.flush()
+            before = step.report().launches
+            for i in range(34, 40, 2):
+                step.window(*(torch.stack(each) for each in zip(*data[i : i + 2], strict=True)))
+        found.append((training_state(net, optimizer, step.scaler), seen))
+    report = step.report()
+    assert (report.launches - before, len(seen)) == (3, 20), str(report)
+    assert report.micro_batches is not None
+    assert report.micro_batches[1] + report.scanned == 20
+    assert_same(found[1], found[0])
+
+
 @pytest.mark.parametrize("kind", ["counter", "read", "list"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"policy": "float16"}, {"after_every": 3}], ids=str)
 def test_an_after_step_that_cannot_be_captured(engine: Engine, kind: str, options: dict[str, Any]) -> None:

@@ -134,7 +134,8 @@ def test_launches(engine: Engine) -> None:
     assert run.step.captures == captures
     assert report.eager == {"warm-up": 3 + 3 + 3}
     assert (report.launches, report.scanned) == (11, 11)
-    assert "11 more steps in 11 launches of scan or window" in str(report)
+    assert str(report).startswith("16 micro-batches (4 optimizer steps): 7 replayed, 9 eager, 0 skipped; ")
+    assert "; then 11 optimizer steps in 11 launches of scan or window" in str(report)
     assert sum(graph.replays for graph in report.per_graph) == run.launches
     assert run.step.metrics()["replay_share"] == (15 * 4 - 9) / (15 * 4)
     assert run.scheduler.last_epoch == 15

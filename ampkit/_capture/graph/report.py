@@ -58,6 +58,8 @@ class Report:
         launches: graph launches of several calls each, by `GraphedStep.scan` and `GraphedStep.window`, or by
             `GraphedFunction.scan`. They are no part of `replays`.
         scanned: optimizer steps, or calls of a function, that these launches did.
+        micro_batches: with `accumulate`, how many calls were one micro-batch, and how many optimizer steps they and
+            `flush` have made; None without it.
         in_parts: calls in which modules, or the update of the parameters, were captured by themselves. They are no part
             of `replays` and `eager`.
         parts: the modules that are captured one by one, see `PartReport`.
@@ -97,6 +99,7 @@ class Report:
     input_bytes: int = 0
     launches: int = 0
     scanned: int = 0
+    micro_batches: tuple[int, int] | None = None
     in_parts: int = 0
     parts: tuple[Any, ...] = ()
     updates: int = 0
@@ -130,12 +133,17 @@ class Report:
         calls = self.replays + self.in_parts + sum(self.eager.values())
         in_parts = f"{self.in_parts} in parts, " if self.in_parts else ""
         whole = " of whole steps" if self.in_parts else ""
+        made, then = f"{calls} steps", f"{self.scanned} more steps"
+        if self.micro_batches is not None:
+            micro_batches, steps = self.micro_batches
+            made = f"{micro_batches} micro-batches ({steps} optimizer steps)"
+            then = f"then {self.scanned} optimizer steps"
         head = (
-            f"{calls} steps: {self.replays} replayed, {in_parts}{sum(self.eager.values())} eager, "
+            f"{made}: {self.replays} replayed, {in_parts}{sum(self.eager.values())} eager, "
             f"{self.skipped} skipped; {self.graphs} graph(s){whole}, {self.bytes / 2**20:.1f} MiB"
         )
         head += f" ({self.input_bytes / 2**20:.1f} of them for inputs)" * (self.input_bytes >= _SHOWN_BYTES)
-        head += f"; {self.scanned} more steps in {self.launches} launches of scan or window" * bool(self.launches)
+        head += f"; {then} in {self.launches} launches of scan or window" * bool(self.launches)
         times = [f"  {self._times()}"] if self.replay_ms is not None and not self.emulated else []
         times += ["  emulated: a replay calls the step again, and only a graph would save time"] * self.emulated
         graphs = [f"  graph {g.bytes / 2**20:.1f} MiB, replayed x{g.replays}: {g.layout}" for g in self.per_graph]

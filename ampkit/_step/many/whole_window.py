@@ -84,7 +84,7 @@ class WholeWindow:
         window, size = self._slices.window, self._slices.size
         number, observed = self._engine.settings_number(), window.observes()
         phases: tuple[Phase, ...] | None = self._slices.phases(stack.spec, observed)
-        if self._step.calls_after_step_apart:  # windows are made call by call
+        if self._step.after_every > 1:  # steps with and without `after_step` are made call by call
             phases = None
         steps: Steps | None = None  # it cannot be captured, or its phases are not known
         if number is not None and phases is not None:

@@ -104,7 +104,7 @@ class CapturedUpdate:
             return []
         if report.graphs:
             return [f"{UPDATE} is one graph"]
-        return [f"{UPDATE} is eager{f': {report.failure}' if report.failure else ''}"]
+        return [f"{UPDATE} is eager: {report.failure}" if report.failure else f"{UPDATE} is not captured yet"]
 
     def close(self) -> None:
         """Release the graphs."""

@@ -169,11 +169,14 @@ def last_factor(loss: Tensor) -> float | None:
     kind = type(node).__name__
     if kind not in ("DivBackward0", "MulBackward0") or _is_sum(node.next_functions[0][0]):
         return None
-    # Torch makes a tensor of a number of Python's.
+    # Torch makes a tensor of a number of Python's: of a float one of float64.
     saved = getattr(getattr(node, "_raw_saved_other", None), "data", None)
-    if not isinstance(saved, Tensor) or saved.dim() or saved.device.type != "cpu" or not saved:
+    if not isinstance(saved, Tensor) or saved.dim() or saved.device.type != "cpu":
         return None
-    return float(saved) if kind == "MulBackward0" else 1.0 / float(saved)
+    if kind == "DivBackward0":
+        return 1.0 / float(saved) if saved else None
+    # Losses are multiplied by tensors, too, which are not to be read.
+    return float(saved) if saved.dtype is torch.float64 and loss.dtype is not torch.float64 else None
 
 
 def _is_sum(node: Any) -> bool:

@@ -137,6 +137,12 @@ class StepFunction:
     in_parts = __call__  # the function steps its optimizers itself
     kept: ClassVar[None] = None  # it sees each gradient in memory of its own
 
+    def begin_parts(self) -> None:
+        """It has no memory for whole steps."""
+
+    def leave_pools(self) -> None:
+        """No gradient lies in one."""
+
     def _left_gradients(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return what is to be left in `param.grad` of each parameter: what the call has found there, None, or a tensor
         with the gradient that it has made.

@@ -237,6 +237,16 @@ class TrainingStep:
         """Do the part of a step that belongs to one micro-batch, forward and backward within a context."""
         return self._run(phase, args, kwargs, watching, steps=phase.last and not self.place.behind)
 
+    def begin_parts(self) -> None:
+        """Free the working weights, unless a graph has them."""
+        self._working.drop_unused()
+
+    def leave_pools(self) -> None:
+        """Let go of gradients in the memory of parts of the step. Between calls none is needed that lies there."""
+        left = set(map(id, self.kept.leave_pools()))
+        for name in [name for name, kept in self.gradients.items() if id(kept) in left]:
+            del self.gradients[name]
+
     def plain(self, phase: Phase, *args: Any, **kwargs: Any) -> PartOfStep:
         """Do the part of a step that belongs to one micro-batch, with nothing compiled."""
         return TrainingStep.__call__(self, phase, *args, **kwargs)

@@ -60,6 +60,7 @@ class WorkingWeights:
         self._averaging = averaging
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # by master weight
         self._all = {} if store is None else store  # also those no longer used, because older graphs write to them
+        self._is_used = False  # whether `cached` has written to copies, as graphs do
         self._refused: set[nn.Parameter] = set()
         self._gradients: dict[nn.Parameter, Tensor] = {}  # of casts, in a backward
         self._casts, self._task = False, -1  # whether there are copies for them, and the number of that backward
@@ -100,6 +101,12 @@ class WorkingWeights:
                     self._all[param, dtype] = nn.Parameter(torch.empty_like(param, dtype=dtype))
                 self._copies[param] = self._all[param, dtype]
 
+    def drop_unused(self) -> None:
+        """Free all copies, unless a graph may write to them: where no step is captured as a whole, none is needed."""
+        if not self._is_used:
+            self._copies.clear()
+            self._all.clear()
+
     @contextmanager
     def cached(self) -> Iterator[None]:
         """Context for forward and backward, in which autocast finds the copies where it keeps its casts.
@@ -110,6 +117,7 @@ class WorkingWeights:
         """
         params = self._model.parameters()
         copies = {param: self._copies[param] for param in params if param in self._copies}
+        self._is_used |= bool(copies)
         with torch.no_grad():
             if copies:
                 self._write(list(copies.values()), list(copies))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import ampkit
 from ampkit._capture.state.kept_gradients import KeptGradients
+from ampkit._step.parts.parts import CHANGED, Parts
 
 pytestmark = pytest.mark.usefixtures("untimed")
 
@@ -312,6 +313,34 @@ def test_the_pool_is_no_larger_than_what_an_eager_step_needs(
     assert all(grad is not None and pools[0].holds(grad) for grad in kept)
     assert len(pools) == 1
     assert pools[0].nbytes <= 1.05 * eager
+    assert not step._window._step._working._all, "each part casts its weights itself"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("pools")
+def test_parts_that_are_given_up_leave_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is eager from now on has the bits and the memory of eager steps: no gradient keeps the memory of graphs."""
+    device, graph = engine
+
+    def train(graph: str) -> tuple[list[Any], Any]:
+        torch.manual_seed(3)
+        model = Reads(2, 16).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = ampkit.graphed_step(classified, model, optimizer, graph=graph, host_writes="ignore")
+        history = []
+        for i in range(3 * WATCHED):
+            if i == 2 * WATCHED and graph != "off":
+                monkeypatch.setattr(Parts, "why_not_now", lambda _: CHANGED)
+            x, y = torch.randn(4, 4, 16, device=device), torch.randint(16, (4,), device=device)
+            history.append([step(x, y).loss, *map(bits, model.state_dict().values())])
+        return history, step
+
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        (expected, _), (found, step) = train("off"), train(graph)
+    assert_same(found, expected)
+    assert 0 < step.report().in_parts < 2 * WATCHED, step.report()
+    assert not step._window._step.gradients
 
 
 class InTurn(Reads):

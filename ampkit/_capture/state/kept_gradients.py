@@ -40,6 +40,14 @@ class KeptGradients:
         self._taken &= params
         self._in_pool &= params
 
+    def leave_pools(self) -> list[Tensor]:
+        """Forget the tensors that lie in pools of graphs, and return them."""
+        left = [(param, kept) for param in self._in_pool if (kept := self._by_param[param]) is not None]
+        for param, _ in left:
+            self._in_pool.remove(param)
+            del self._by_param[param]
+        return [kept for _, kept in left]
+
     def take(self, param: Tensor, grad: Tensor, made: Tensor | None) -> Tensor | None:
         """Return a tensor in which this gradient can be made and kept; None if it must have memory of its own.
 

@@ -59,6 +59,12 @@ class Divided(Protocol):
     def in_parts(self, phase: Phase, *args: Any, **kwargs: Any) -> Any:
         """Do what comes before the update of the parameters, if that is a part of its own."""
 
+    def begin_parts(self) -> None:
+        """Let go of memory that only graphs of whole steps need."""
+
+    def leave_pools(self) -> None:
+        """Let go of gradients in the memory of graphs that are about to be freed. To be called between calls."""
+
 
 class StepSplitter(Splitter):
     """Does the steps in parts whose layout cannot be captured as a whole.
@@ -261,6 +267,7 @@ class Split:
         return outputs
 
     def _survey(self, engine: Engine, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._step.begin_parts()
         runs = ModuleRuns({}, {}) if self._runs is None else self._runs
         named = [*self._modules(), *runs.named()]
         may_stop = self._options.host_writes == "ignore"
@@ -319,6 +326,7 @@ class Split:
     def reset(self) -> None:
         """Free the graphs."""
         if self.parts is not None:
+            self._step.leave_pools()
             self.parts.reset()
             self.parts = None
             if self._device.type == "cuda":

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ def update_of(form: Form, args: argparse.Namespace, *, compiled: bool) -> Callab
 
 
 def replayed(update: Callable[[], None]) -> Callable[[], None]:
-    """Return the replay of a graph."""
+    """Return the replay of a graph. It keeps `update`, whose tensors the graph writes to."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -184,7 +185,11 @@ def replayed(update: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update()
-    return graph.replay
+    return partial(_replay, graph, update)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _: Callable[[], None]) -> None:
+    graph.replay()
 
 
 def in_turns(calls: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, list[float]]:

@@ -147,7 +147,7 @@ class Preflight(WatchingMode):
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
-        self._last_read: tuple[_Key, tuple[int, int], Any] | None = None  # the read that was reported last
+        self._last_read: tuple[_Key, tuple[int, int], Any] | None = None  # the last one: of a tensor, where, what
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
         self._reported = False  # whether a call runs that has been reported as a whole

@@ -63,19 +63,28 @@ class HostReads:
         readers = self.readers
         self.strings: set[str] = set()  # the constants in these functions
         # The functions that the step may call are those whose name it reads, and so on, itself first. An attribute of
-        # any object counts, since bytecode does not say whose it is.
+        # any object counts, since bytecode does not say whose it is. A name means the method that the object has; in a
+        # function that says `super()` or names a class, also the next one, or the one of that class.
         classes = [parent for parent in type(module).__mro__ if parent not in LightningModule.__mro__]
-        to_search, seen = [method], {method}
+        to_search, seen = [(0, method)], set[tuple[int, str]]()
         while to_search:
-            name = to_search.pop()
-            for function in filter(None, (_function(vars(parent).get(name)) for parent in classes)):
-                found = dict.fromkeys(_attributes(function.__code__))
-                codes = (function.__code__, *codes_in(function.__code__))
-                self.strings.update(each for code in codes for each in code.co_consts if isinstance(each, str))
-                for attribute in found:
-                    readers.setdefault(attribute, function.__qualname__)
-                to_search += [attribute for attribute in found if attribute not in seen]
-                seen.update(found)
+            start, name = to_search.pop()
+            at = next((i for i in range(start, len(classes)) if name in vars(classes[i])), None)
+            if at is None or (at, name) in seen:
+                continue
+            seen.add((at, name))
+            function = _function(vars(classes[at])[name])
+            if function is None:
+                continue
+            codes = (function.__code__, *codes_in(function.__code__))
+            self.strings.update(each for code in codes for each in code.co_consts if isinstance(each, str))
+            named = {each for code in codes for each in (*code.co_names, *code.co_freevars)}
+            starts = [i for i, parent in enumerate(classes) if i == 0 or parent.__name__ in named]
+            if "__class__" in named:
+                starts.append(at + 1)
+            for attribute in dict.fromkeys(_attributes(function.__code__)):
+                readers.setdefault(attribute, function.__qualname__)
+                to_search += [(each, attribute) for each in starts]
         self.problem: Problem | None = None  # a value that is read, that changes in every call and would be frozen
         changing = next((name for name in changing_values(module) if name in readers), None)
         if changing is not None:

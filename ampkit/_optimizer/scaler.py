@@ -60,8 +60,8 @@ class GradScaler(DeviceScale):
 
     - `Adam`, `AdamW`, `SGD` and `Adagrad` with `fused=True`: the kernel returns without a change. Otherwise it divides
       the gradients by `scale / clip_coefficient` as it reads them. (torch 2.11 has no such Adagrad on CUDA.)
-    - Any optimizer with `capturable=True`, and `SGD`: the gradients are unscaled and clipped in one pass, and a step
-      that must be skipped is undone bit by bit.
+    - Any optimizer with `capturable=True`, or on the CPU with that argument, and `SGD`: the gradients are unscaled and
+      clipped in one pass, and a step that must be skipped is undone bit by bit.
     - An optimizer whose `step` is not torch.optim's, a subclass included: its first steps are watched, and wait for the
       device. If they only change tensors in place, later steps are undone like those above.
     - Others (they change something on the host, or have step hooks): `found_inf` is read on the host, as torch does,

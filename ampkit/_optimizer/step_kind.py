@@ -124,11 +124,13 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 def can_be_undone(optimizer: Optimizer) -> bool:
-    """Return whether a step of torch.optim can be undone on the device, since it changes nothing on the host."""
+    """Return whether a step of torch.optim can be undone on the device, since it changes nothing elsewhere."""
     cls = torch_class(optimizer)
     if cls in (SGD, Muon):
         return True  # momentum is all their state
-    on_device = all(group.get("capturable") for group in optimizer.param_groups)
+    # On the CPU, where torch refuses the flag, step counts are tensors beside the parameters anyway.
+    on_cpu = all(param.device.type == "cpu" for param in parameters(optimizer))
+    on_device = all("capturable" in group and (group["capturable"] or on_cpu) for group in optimizer.param_groups)
     return cls is not None and on_device and can_init_optimizer_state(optimizer)
 
 

@@ -1,6 +1,6 @@
 """The precision plugin that replaces a Trainer's own, and leaves out what a step of ampkit has already done."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -8,12 +8,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.amp import grad_scaler as upstream
 
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
+from .._torch.optimizers import supports_amp_scaling
 from .._torch.tensors.tensors import version
 
 _RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
@@ -58,10 +60,23 @@ class StepPrecision(Precision):
         if not self.fit.backward_done:
             super().backward(tensor, model, *args, **kwargs)
 
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing if ampkit has clipped. Upstream would refuse to clip the gradients of a fused optimizer."""
-        if not self.fit.backward_done:
-            super().clip_gradients(*args, **kwargs)
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Do nothing if ampkit has clipped. In manual optimization clip the gradients of a fused optimizer, too.
+
+        Upstream refuses that, as the optimizer unscales them in its step. Here a loss scale stays in them. Sync: none.
+        """
+        if self.fit.steps_in_module and supports_amp_scaling(optimizer):
+            if isinstance(self, MixedPrecision) and self.scaler is not None and clip_val > 0:
+                _clip_scaled(parameters(optimizer), self.scaler, clip_val, gradient_clip_algorithm)
+            else:
+                Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        elif not self.fit.backward_done:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as above
         """Call the on_before_optimizer_step hooks and the closure, which does the whole step."""
@@ -125,6 +140,26 @@ class StepPrecision(Precision):
             super().load_state_dict(state_dict)
         else:
             self.fit.scaler.load_state_dict(state_dict)
+
+
+def _clip_scaled(
+    params: Sequence[Tensor], scaler: upstream.GradScaler, limit: float, algorithm: GradClipAlgorithmType
+) -> None:
+    """Clip gradients that hold a loss scale as if they did not: their norm, or each element. Sync: none.
+
+    With a scale that is a power of two, the unscaled gradients have the bits that clipping them would give. What is
+    not finite stays so, and the step is skipped.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return
+    scale = scaler.scale(torch.ones((), device=grads[0].device))
+    if algorithm == GradClipAlgorithmType.NORM:
+        torch.nn.utils.clip_grads_with_norm_(params, limit, torch.nn.utils.get_total_norm(grads) / scale)
+        return
+    bound = limit * scale
+    for grad in grads:
+        grad.copy_(torch.where(grad.isfinite(), grad.clamp(-bound, bound), grad))
 
 
 class ClosureUses:

@@ -130,11 +130,13 @@ def _line_and_caller(line: str, caller: str) -> str:
 
 
 def users_level() -> int:
-    """Return the `stacklevel` with which a warning that the caller issues names the user's innermost line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not _is_users_frame(frame):
-        frame, level = frame.f_back, level + 1
-    return level
+    """Return the `stacklevel` with which a warning that the caller issues names the user's innermost line.
+
+    A line of an installed package, such as the one of a Trainer that calls a hook, is named if no own line called it.
+    """
+    frames = [*_frames(sys._getframe(1))]
+    levels = (level for tells in (is_in_users_file, _is_users_frame) for level, at in enumerate(frames, 1) if tells(at))
+    return next(levels, len(frames))
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from .._optimizer.scaler import GradScaler
 from .._precision.float8 import chooses
 from .._precision.policy import Policy, read_policy
 from .._step.compile.compile_choice import COMPILE, check_compile
+from .._user_line import users_level
 from ..debug._memory.profile import MemoryProfile
 from ..debug._numerics.numerics import Numerics
 from ._evaluation import STEP_OF, STEPS, Evaluation
@@ -262,4 +263,4 @@ class AmpkitCallback(Callback):
             return
         if self._options.on_failure == "raise":
             raise CaptureError(f"AmpkitCallback: {text}")
-        warnings.warn(f"AmpkitCallback: {text}", CaptureWarning, stacklevel=3)
+        warnings.warn(f"AmpkitCallback: {text}", CaptureWarning, stacklevel=users_level())

@@ -28,6 +28,7 @@ from .._precision.policy import Policy
 from .._step.optimizer_place import place_of
 from .._torch.optimizers import supports_amp_scaling
 from .._torch.tensors.tree import tree_flatten
+from .._user_line import users_level
 from ._gradient_reads import GradientUses
 from ._host_state import HostReads
 from ._limits import SEVERAL_RANKS, why_not_optimizer, why_not_parameters
@@ -191,7 +192,7 @@ class Fit:
         if uses.gradients_exist and uses.hooks_before_step:
             hooks = ", ".join(uses.hooks_before_step)
             message = f"AmpkitCallback: from now on, {hooks} will be called after the optimizer's step, not before it."
-            warnings.warn(message, AmpkitWarning, stacklevel=2)
+            warnings.warn(message, AmpkitWarning, stacklevel=users_level())
         uses.gradients_exist = False
         uses.strict = uses.strict or _lightning_refuses_to_clip(self._trainer)
         self._step = TrainerStep(

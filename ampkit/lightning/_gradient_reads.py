@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._errors import CaptureError, CaptureWarning
-from .._user_line import line_text, running_place
+from .._user_line import line_text, running_place, users_level
 
 # Lightning calls these between backward and the optimizer's step.
 BEFORE_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -73,7 +73,8 @@ class GradientUses(TorchFunctionMode):
             if self.strict:
                 raise CaptureError(f"AmpkitCallback: {self.problem}") from error
             if not self.after_captured_step:
-                warnings.warn(f"AmpkitCallback: {self.problem} {_HOOK_ENDED}", CaptureWarning, stacklevel=3)
+                message = f"AmpkitCallback: {self.problem} {_HOOK_ENDED}"
+                warnings.warn(message, CaptureWarning, stacklevel=users_level())
             self.after_captured_step = True
             return None
         finally:

@@ -18,6 +18,7 @@ from .._capture.graph.cache import Rebuilt
 from .._errors import AmpkitWarning
 from .._torch.tensors.tree import tree_flatten
 from .._undo import Undo, replace
+from .._user_line import users_level
 from ._host_state import HOOK_BEHIND
 from ._limits import HOOK
 from ._metric_calls import MetricCall, MetricCalls, MetricResult, is_value
@@ -177,7 +178,7 @@ class LogForwarder:
         warns = not self._warned and self.device.type == "cuda"  # elsewhere reading a value waits for nothing
         if warns and isinstance(value, Tensor) and self._is_read_by_the_bar(*args, **kwargs):
             self._warned = True
-            warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=2)
+            warnings.warn(_READ_BY_THE_BAR.format(name), AmpkitWarning, stacklevel=users_level())
         self._module.log(name, value, *args, **kwargs)
 
     def _is_read_by_the_bar(

@@ -27,6 +27,7 @@ from .._step.observer import Observer
 from .._step.optimizer_place import OptimizerPlace
 from .._step.training_step import PartOfStep, Phase, TrainingStep
 from .._step.window import NoStepError, Place, Window
+from .._user_line import users_level
 from . import _log_calls
 from ._host_state import HostReads, HostWrites, not_comparable
 from ._metric_calls import all_made
@@ -91,7 +92,7 @@ def read_compile(compile: str | None, host_reads: HostReads) -> str | None:
             f"AmpkitCallback(compile={compile!r}): training_step uses batch_idx, and each number would be compiled by "
             "itself, so nothing is compiled. Leave batch_idx out, or count batches in a buffer.",
             AmpkitWarning,
-            stacklevel=2,
+            stacklevel=users_level(),
         )
         return None
     return compile

@@ -15,7 +15,10 @@ import torch
 from .._text import size_text
 from .._torch.tensors.settings import SETTINGS, settings
 
-_PACKAGES = ("numpy", "triton", "lightning", "torchvision", "matplotlib")
+_PACKAGES = (
+    *("numpy", "triton", "lightning", "torchmetrics", "transformers", "accelerate", "torchao", "tensordict"),
+    *("torchvision", "matplotlib"),
+)
 # Environment variables that decide which kernels run, how memory is allocated and how ranks communicate. None of them
 # contains a personal name or a secret.
 _VARIABLES = (

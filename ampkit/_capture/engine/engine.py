@@ -320,7 +320,10 @@ class Engine:
             return ""
         if self._fallback.raises:
             return self._variation.text
-        layout.count_under(self._variation.reason)
+        reason, counts = self._variation.reason, self._eager.counts
+        if layout.reason != reason and all(name in layout.reason for name in cause.names):
+            counts[reason] += counts.pop(layout.reason, 0)  # calls before the cause was known have it, too
+        layout.count_under(reason)
         if not self._variation.said.issuperset(cause.names):
             self._fallback.warn_once("variation", f"{self._variation.text} Until that stops, such calls are eager.")
         is_new = isinstance(layout.stage, Cold) and not layout.stage.calls

@@ -214,6 +214,78 @@ def test_steps_that_are_captured(tmp_path: Path, make: Any) -> None:
         assert run.report.replays == EPOCHS * BATCHES - 3
 
 
+class NotFused(Gan):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=RATE) for part in (self.gen, self.disc)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_optimizers_that_are_not_fused(tmp_path: Path, engine: Engine) -> None:
+    """L6: they are captured with a loss scale, too. On a GPU a step in a graph has bias corrections in float32."""
+    device, graph = engine
+    plain = fit(tmp_path / "plain", device, None if device == "cpu" else "off", make=NotFused, kind="16-mixed")
+    ours = fit(tmp_path / "ours", device, graph, make=NotFused, kind="16-mixed")
+    assert_same_runs(plain, ours)
+    assert ours.report.replays == EPOCHS * BATCHES - 3
+    assert ours.report.skipped > 0
+
+
+class Clips(Gan):
+    """Clips by norm and by value, by Lightning's method."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        opt_g, opt_d = self.optimizers()
+        with opt_g.toggle_model():
+            opt_g.zero_grad()
+            self.manual_backward(F.softplus(-self.disc(self.generated(batch[0]))).mean())
+            self.clip_gradients(opt_g, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            opt_g.step()
+        with opt_d.toggle_model():
+            opt_d.zero_grad()
+            self.manual_backward(F.softplus(self.disc(self.generated(batch[0]).detach())).mean())
+            self.clip_gradients(opt_d, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+            opt_d.step()
+
+
+class ClipsAsTorch(Clips):
+    """Unscales and clips as a loop of torch's own does: `Clips` is refused by Lightning alone."""
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if (scaler := getattr(self.trainer.strategy.precision_plugin, "scaler", None)) is not None:
+            scaler.unscale_(optimizer.optimizer)  # what Lightning steps, and not its wrapper
+        clip = nn.utils.clip_grad_norm_ if gradient_clip_algorithm == "norm" else nn.utils.clip_grad_value_
+        clip(params, gradient_clip_val)
+
+
+class CountsClips(Clips):
+    count = 0
+
+    def on_after_backward(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fused_optimizers_whose_gradients_lightning_clips(tmp_path: Path, engine: Engine, kind: str) -> None:
+    """L6: they are clipped as if no loss scale were in them, in eager steps, in graphs, and in steps of Lightning."""
+    device, graph = engine
+    torchs = fit(tmp_path / "torchs", device, None, make=ClipsAsTorch, kind=kind)
+    off = fit(tmp_path / "off", device, "off", make=Clips, kind=kind)
+    ours = fit(tmp_path / "ours", device, graph, make=Clips, kind=kind)
+    with pytest.warns(ampkit.CaptureWarning, match=r"training_step changes self\.count on the host"):
+        left = fit(tmp_path / "left", device, graph, make=CountsClips, kind=kind, options={"on_failure": "eager"})
+    for run in (off, ours, left):
+        assert_same_runs(torchs, run)
+    assert ours.report.replays == EPOCHS * BATCHES - 3
+    with taped() if device == "cpu" else nullcontext():
+        assert_same_runs(torchs, fit(tmp_path / "taped", device, graph, make=Clips, kind=kind))
+    assert left.report.replays == 0
+    assert (ours.report.skipped > 0) == (kind == "16-mixed")
+
+
 def test_optimizer_steps_are_profiled(tmp_path: Path) -> None:
     """L6: Lightning's profiler counts the optimizer steps of replays, too."""
     profiler = SimpleProfiler()
@@ -261,6 +333,16 @@ class SchedulesItself(Scheduled):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
         self.lr_schedulers()[0].step()
+
+
+class CallsItsBase(SchedulesItself):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class LeavesOutItsBase(SchedulesItself):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Gan.training_step(self, batch, batch_idx)
 
 
 class SetsRates(Gan):
@@ -312,6 +394,7 @@ NOT_CAPTURED = [
     (EverySecond, {}, "training_step computes with batch_idx"),
     (CountsInAHook, {}, "training_step changes self.count on the host"),
     (SchedulesItself, {}, "SchedulesItself.training_step reads self.lr_schedulers(), and a replay steps none"),
+    (CallsItsBase, {}, "SchedulesItself.training_step reads self.lr_schedulers(), and a replay steps none"),
     (SetsRates, {}, "SetsRates.training_step reads param_groups, and 'lr' may be set there"),
     (KeepsScheduler, {}, "training_step steps a learning-rate scheduler"),
     (Stops, {"data": one_short}, "training_step raises StopIteration"),
@@ -335,6 +418,20 @@ def test_steps_that_are_not_captured(tmp_path: Path, make: Any, options: dict[st
     assert len([warning for warning in caught if issubclass(warning.category, ampkit.CaptureWarning)]) == 1
     assert_same_runs(plain, ours)
     assert ours.report.replays < 3
+
+
+def test_only_a_step_that_runs_is_judged(tmp_path: Path) -> None:
+    """L6: that of a base class does not count if nothing calls it."""
+    assert same_with_ampkit(tmp_path, "cpu", "emulate", make=LeavesOutItsBase).report.replays == EPOCHS * BATCHES - 3
+
+
+def test_warnings_are_at_the_line_that_calls_fit(tmp_path: Path) -> None:
+    """L6: not at a line of Lightning's, whether found before the first batch or in it."""
+    for make in (SchedulesItself, CountsInAHook):
+        with pytest.warns(ampkit.CaptureWarning) as caught:
+            fit(tmp_path, "cpu", "emulate", make=make, options={"on_failure": "eager"})
+        files = {warning.filename for warning in caught if warning.category is ampkit.CaptureWarning}
+        assert files == {fit.__code__.co_filename}
 
 
 def test_a_scheduler_that_steps_before_its_optimizer(tmp_path: Path) -> None:

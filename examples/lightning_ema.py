@@ -44,7 +44,7 @@ class Classifier(pl.LightningModule):
 
 
 def main(graph: str = GRAPH, epochs: int = 3) -> list[float]:
-    """Train; print and return both accuracies. With graph="off" the Trainer is alone."""
+    """Train; print and return both accuracies. graph="off" trains the same bits in eager steps."""
     pl.seed_everything(0, verbose=False)
     x = torch.randn(2048, 2)
     data = TensorDataset(x, (x.prod(1) > 0).long())

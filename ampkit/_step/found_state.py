@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._capture.state.walk import module_of
+from .._capture.state.walk import NO_MODULE, module_of
 from .._optimizer.param_groups import CapturableGroups
 from .._optimizer.step_kind import parameters, why_not_capturable
 from .._torch.optimizers import remove_step_hook
@@ -147,6 +148,31 @@ class FoundState:
         tables = (table for module in modules for table in module_tables(module)[:2])
         tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
         return not any(nn.parameter.is_lazy(tensor) or tensor.device != self.device for tensor in tensors)
+
+
+def paths_of(modules: Sequence[nn.Module], function: Any, declared: int) -> list[str]:
+    """Return what messages call modules, each once: as variables of the function, or attributes of its object, do.
+
+    Others are called by their place if they are among the first `declared`, else by their class. One that only holds
+    parameters of no module says so.
+    """
+    given, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    variables: dict[str, Any] = {}
+    if code is not None:
+        variables = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            variables.update({name: cell.cell_contents} if cell != CellType() else {})
+    attributes = {**getattr(given, "__dict__", {}), **getattr(given, "_modules", {})}
+    variables.update((f"self.{name}", value) for name, value in attributes.items())
+    names = {id(value): name for name, value in reversed(variables.items()) if isinstance(value, nn.Module)}
+    found: list[str] = []
+    for i, module in enumerate(modules):
+        kind = type(module)
+        place = NO_MODULE if kind is nn.Module else f"modules[{i}]" if i < declared else kind.__name__
+        name = names.get(id(module), place)
+        found.append(f"{name}[{i}]" if name in found else name)
+    return found
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

@@ -43,7 +43,7 @@ from .arguments import (
 )
 from .compile.compile_choice import COMPILE, check_compiled_modules, warmup_of
 from .compile.compiled_modules import CompiledModules
-from .found_state import FoundState
+from .found_state import FoundState, paths_of
 from .graph_owner import GraphOwner
 from .many.function_scan import WORDS, FunctionScan
 from .many.stack import Stack
@@ -202,8 +202,13 @@ class GraphedFunction(GraphOwner):
         # If the modules have no tensor, the device is that of the first call's arguments.
         self._engine = None if device is None else self._make_engine(device)
 
-    def _declare(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take these for all that the function changes.
+    def _declare(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        declared: int | None = None,
+    ) -> None:
+        """Take these for all that the function changes. The user has declared the first modules, or all.
 
         Raise a `ValueError` or a `NotImplementedError` if it cannot be captured with them.
         """
@@ -215,7 +220,8 @@ class GraphedFunction(GraphOwner):
                 )
         if self._options.graph != "off":
             refuse_sharded(f"{self._name}, modules", nn.ModuleList(modules))
-        named = dict(zip(self._paths or [f"modules[{i}]" for i in range(len(modules))], modules, strict=True))
+        paths = self._paths or paths_of(modules, self._fn, len(modules) if declared is None else declared)
+        named = dict(zip(paths, modules, strict=True))
         if self._compile is not None and not self._finds:
             check_compiled_modules("graphed", self._compile, named, getattr(self._fn, "__name__", "it"), self._fn)
         self._modules, self._optimizers = named, tuple(optimizers)
@@ -346,7 +352,7 @@ class GraphedFunction(GraphOwner):
         self._finds, problem = False, ""
         try:
             device_of_all(*found.declared())
-            self._declare(*found.declared())
+            self._declare(*found.declared(), declared=0)
         except (ValueError, NotImplementedError) as error:
             problem = str(error)
         self._engine = self._make_engine(found.device, problem)

@@ -177,7 +177,7 @@ def test_a_function_lists_them_too() -> None:
         evaluate(torch.ones(2, 4))
     found = {each.path: each.value for each in evaluate.constants()}
     assert found["CONFIG.loss['l1']"] == "0.5"
-    assert found["modules[0].scale"] == "2.0"
+    assert found["model.scale"] == "2.0"
 
 
 def test_how_it_prints() -> None:

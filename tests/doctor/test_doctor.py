@@ -629,10 +629,27 @@ def test_questions_about_the_batch(script):
             model = net()
             return loss, model, sgd(model), data()
         """)
-    (fault,) = found.findings
-    assert (fault.severity, fault.kind) == ("low", "question about the batch")
-    assert "asks the device 4 question(s) about the batch in a step" in fault.what
+    assert {(fault.severity, fault.kind) for fault in found.findings} == {("low", "question about the batch")}
+    lines = {fault.line.partition(": ")[2]: fault.count for fault in found.findings}
+    selected = "`return loss_fn(model, x[y > 0], y[y > 0]) * int((y > 0).sum())`"
+    assert lines == {"`if y.max() >= 4:`": 1, selected: 3}
     assert "captures the whole step" in str(found)
+
+
+def test_questions_of_a_library(script):
+    """D3: the line that makes a distribution, and the one that evaluates it, with what to write instead."""
+    path, found = script("""
+        def training():
+            actor = net()
+            def act(x):
+                normal = torch.distributions.Normal(actor(x), 1.0)  # fault: question to the device
+                action = normal.sample()
+                return normal.log_prob(action)  # fault: question to the device
+            return torch.no_grad()(act), [torch.randn(8, 8) for _ in range(3)]
+        """)
+    assert named(found) == planted(path)
+    assert all("pass validate_args=False" in fault.advice for fault in found.findings)
+    assert found.notes[0] == "graphed captures the whole function."
 
 
 # ------------------------------------------------------------------------------------------------------------ Lightning
@@ -774,6 +791,46 @@ def test_a_line_of_a_package(script, tmp_path):
     assert (fault.kind, fault.caller) == (kind, line)
     assert "somebodys.py:2" in fault.line
     assert f"called from {line}" in str(found)
+
+
+def test_constants_of_the_batch(script):
+    """A kind of update that a constant tells has a graph of its own, which is no fault of its shapes."""
+    _, found = script("""
+        def training():
+            actor = net()
+            batches = [(torch.randn(8, 8), k % 2 == 0) for k in range(4)]
+            return torch.no_grad()(lambda x, moves: actor(x) * moves), batches
+        """)
+    (fault,) = found.findings
+    assert (fault.severity, fault.kind) == ("low", "constants of the batch")
+    assert "batch[1] is False, not True" in fault.what
+    assert "in a tensor" in fault.advice
+    assert "drop_last" not in fault.advice
+
+
+def test_what_no_single_step_shows(script):
+    """A target whose parameters get other memory in each call: the function has no graph, and the doctor says why."""
+    _, found = script("""
+        def training():
+            q, target = nn.Linear(8, 4), nn.Linear(8, 4)
+            optimizer = torch.optim.SGD(q.parameters(), lr=0.1, fused=True)
+            def update(x):
+                with torch.no_grad():
+                    wanted = target(x)
+                optimizer.zero_grad()
+                loss = (q(x) - wanted).square().mean()
+                loss.backward()
+                optimizer.step()
+                for param, followed in zip(q.parameters(), target.parameters(), strict=True):
+                    followed.data = 0.1 * param.data + 0.9 * followed.data
+                return loss.detach()
+            return update, [torch.randn(8, 8) for _ in range(3)]
+        """)
+    (fault,) = found.findings
+    assert (fault.severity, fault.kind) == ("high", "capture")
+    assert re.search("moved to other memory|got other memory", fault.what)
+    assert found.figures["outcome"] == "eager"
+    assert found.notes[-1] == "graphed captures nothing. Without that finding it captures the whole function."
 
 
 def test_functions_of_other_kinds(script):

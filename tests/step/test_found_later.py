@@ -275,3 +275,48 @@ def test_an_optimizer_that_each_call_makes() -> None:
     assert r"over parameters of another one. If each call makes one" in str(caught[0].message)
     assert function.replays == 0
     assert_same(results[1], results[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def test_what_the_report_calls_things() -> None:
+    """Modules by the function's variables; the reason first; modules in others with the same reason by their number."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    small = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    optimizer = torch.optim.SGD([*critic.parameters(), *small.parameters()], lr=0.125, fused=True)
+
+    @ampkit.graphed(graph="emulate")
+    def update(x: Tensor) -> Tensor:
+        loss = critic(small(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if float(loss.detach()) > 1e-9:
+            optimizer.step()
+        return loss
+
+    with pytest.warns(ampkit.CaptureWarning, match="done in parts: critic gets graphs of its own"):
+        [update(torch.full((3, 4), 1 + i / 8)) for i in range(14)]
+    first, *lines = update.report().split
+    assert first.startswith("cannot be captured: ")
+    assert "captured by itself: critic" in lines
+    assert "eager: small, and 2 in it: it has fewer than 6 kernels" in lines
+
+
+def test_lines_that_calls_wait_for() -> None:
+    """A distribution checks its arguments: each line is named, and what to write instead once."""
+    actor = nn.Linear(4, 4)
+
+    @ampkit.graphed(graph="emulate", on_failure="raise")
+    def act(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            normal = torch.distributions.Normal(actor(x), 1.0)
+            return normal.log_prob(normal.sample())
+
+    for _ in range(6):
+        act(torch.ones(3, 4))
+    (line,) = act.report().waits
+    assert "`normal = torch.distributions.Normal(actor(x), 1.0)`, " in line
+    assert line.count("validate_args=False") == 1
+    assert f"  {line}" in str(act.report()).splitlines()

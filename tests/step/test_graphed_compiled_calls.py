@@ -62,15 +62,15 @@ def test_a_compilation_that_fails(graph: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(COMPILER, lambda: failing)
     plain = state_behind(*small(mean_square, "off", compile=None))
     function, model = small(mean_square, graph)
-    with pytest.warns(ampkit.AmpkitWarning, match=r"graphed\(compile='default'\): not compiled: modules\[0\], since"):
+    with pytest.warns(ampkit.AmpkitWarning, match=r"graphed\(compile='default'\): not compiled: model, since"):
         found = state_behind(function, model)
     assert_same(found, plain)
-    assert [line.split(", since")[0] for line in function.report().compiled] == ["not compiled: modules[0]"]
+    assert [line.split(", since")[0] for line in function.report().compiled] == ["not compiled: model"]
     assert function.replays == (0 if graph == "off" else 4)
     function, model = small(mean_square, graph, on_failure="raise")
     function(torch.ones(3, 4))
     function(torch.ones(3, 4))
-    with pytest.raises(ampkit.CaptureError, match=r"not compiled: modules\[0\], since .*no such kernel"):
+    with pytest.raises(ampkit.CaptureError, match=r"not compiled: model, since .*no such kernel"):
         function(torch.ones(3, 4))
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_the_users() -> None:
                 function(torch.ones(3, 4))
         assert function.replays >= 3
         (line,) = function.report().compiled
-        assert line == "compiled: forward and backward of modules[0], for 1 layout(s) of the arguments"
+        assert line == "compiled: forward and backward of model, for 1 layout(s) of the arguments"
 
 
 def twice(model: nn.Module, x: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ def test_what_a_function_does_with_modules(loss_of: Callable[[nn.Module, Tensor]
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ampkit.AmpkitWarning)
             assert_same(state_behind(function, model), plain, graph)
-        left_out = "not compiled: modules[0], since gradients of gradients go through it"
+        left_out = "not compiled: model, since gradients of gradients go through it"
         assert [left_out in str(each.message) for each in warned] == [True] * (loss_of is twice)
         (line,) = function.report().compiled
-        assert line == left_out if loss_of is twice else line.startswith("compiled: forward and backward of modules[0]")
+        assert line == left_out if loss_of is twice else line.startswith("compiled: forward and backward of model")
         assert function.replays == (0 if graph == "off" else 4)
 
 

@@ -1,5 +1,6 @@
 """`ampkit.graphed` around a line that no graph can hold: the declared modules without such a line are captured."""
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -149,7 +150,9 @@ def test_gan(engine: Engine, kind: str) -> None:
     assert (report.outcome, report.skipped, report.updates) == ("in parts", 2 * scaled, 0)
     if kind == "one cast for all":  # the discriminator's two calls in one autocast use the same casts of its weights
         expected -= {("modules[1]", 0), ("modules[1]", 1)}
-        assert "eager: modules[1]: a tensor that it makes, and does not return, is used outside of it" in str(report)
+        assert re.search(
+            r"eager: modules\[1\](, and \d+ in it)?: a tensor that it makes, and does not return, is", str(report)
+        )
     assert counts(report) == dict.fromkeys(expected, report.in_parts), str(report)
     assert ("Adagrad" in said) == (kind == "unfused")  # CUDA has no fused one in torch 2.11
     assert "The step is done in parts: modules[0], and modules[1] each get graphs of their own" in said
@@ -198,7 +201,9 @@ def test_a_call_that_is_differentiated_twice_stays_eager(engine: Engine) -> None
     """R4: a gradient penalty: the other calls of the same model are captured."""
     report, _ = compared(engine, penalty)
     assert counts(report) == dict.fromkeys([("modules[0]", 0), ("modules[1]", 1), ("modules[1]", 2)], report.in_parts)
-    assert "eager: modules[1]: its backward is checkpointed, or differentiated" in str(report)
+    assert re.search(
+        r"eager: modules\[1\](, and \d+ in it)?: its backward is checkpointed, or differentiated", str(report)
+    )
     assert "captured by itself: modules[0], modules[1] (2 calls in a step)" in report.split
 
 
@@ -221,7 +226,7 @@ def test_a_call_with_a_leaf_of_which_autocast_keeps_a_cast_stays_eager(engine: E
     captured = [("modules[0]", 0), ("modules[0]", 1), ("modules[1][1:3]", 0)]
     assert counts(report) == dict.fromkeys(captured, report.in_parts)
     why = "a leaf that requires grad is passed to it under autocast, which keeps a cast of it"
-    assert f"eager: modules[1]: {why}" in str(report)
+    assert re.search(rf"eager: modules\[1\](, and \d+ in it)?: {why}", str(report))
 
 
 def reads_first(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor, *, change: str) -> Tensor:
@@ -289,7 +294,9 @@ def test_an_evaluation(engine: Engine, mode: Any) -> None:
         assert counts(report) == {("modules[0]", 0): 4}
     else:
         assert report.outcome == "eager"
-        assert "modules[0]: it is called in inference mode. Use torch.no_grad()" in str(report)
+        assert re.search(
+            r"modules\[0\](, and \d+ in it)?: it is called in inference mode. Use torch.no_grad", str(report)
+        )
 
 
 def closures(nets: Nets, real: Tensor, noise: Tensor, boost: Tensor) -> Any:

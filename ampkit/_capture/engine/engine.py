@@ -513,6 +513,7 @@ class Engine:
                 verified=str(self._compared) if self._verifies else None,
                 emulated=self._session.options.graph == "emulate",
                 constants=self._state.constants(),
+                waits=tuple(self._questions.waits()),
             )
 
     def close_in_turn(self) -> None:

@@ -135,6 +135,13 @@ class InputQuestions:
         """Return what calls of this key ask, None for nothing."""
         return None if key.answers is None else self._asked.get((_plain(key), key.answers))
 
+    def waits(self) -> list[str]:
+        """Return the lines for whose questions calls wait, with what to write instead; each remedy once."""
+        by_remedy: dict[str, dict[str, None]] = {}
+        for wait in (wait for asked in self._asked.values() for wait in asked.waits if wait.line):
+            by_remedy.setdefault(wait.remedy or _INSTEAD, {})[wait.line] = None
+        return [f"{', '.join(lines)} - asks the device, and calls wait. {text}" for text, lines in by_remedy.items()]
+
     def begin_cuts(self, key: Key) -> RehearsedCuts:
         """Return what is to learn in the rehearsal of a key where its graph is cut."""
         cuts = self._cuts[key._replace(ranks_outcome=0)] = RehearsedCuts(self._state)
@@ -166,6 +173,7 @@ def _plain(key: Key) -> Key:
     return key._replace(answers=None, ranks_outcome=0)
 
 
+_INSTEAD = "Use torch.where instead of a branch."
 _MOST_PATHS = 64
 _FEW, _MOST_MISSES = 4, 0.25  # misses that are never too many, and their share of the replays that is
 _MISSES = (

@@ -72,6 +72,7 @@ class Report:
         split: in words, what is captured one by one, and why the rest is not; empty where nothing is to be.
         emulated: whether there is no graph (`graph="emulate"`): a replay calls the step again, and is not faster.
         constants: the values of the host that graphs hold, see `GraphedStep.constants`.
+        waits: in words, which lines of the step ask the device what calls wait for, and what to write instead.
         padding: in words, to which sizes batches are padded, and what it costs; empty without `buckets="auto"`.
         verified: in words, how many replays `verify=` has compared with eager calls, and what of them; None without it.
             Modules that are captured one by one are not compared.
@@ -107,6 +108,7 @@ class Report:
     split: tuple[str, ...] = ()
     emulated: bool = False
     constants: tuple[Any, ...] = ()
+    waits: tuple[str, ...] = ()
     padding: tuple[str, ...] = ()
     verified: str | None = None
     stopped: str | None = None
@@ -158,6 +160,7 @@ class Report:
         compared = sum(not each.not_compared for each in self.constants)
         held = f"  {len(self.constants)} values of the host are constants, {compared} of them compared in each call"
         reasons += [held] if self.constants else []
+        reasons += [f"  {line}" for line in self.waits]
         compiled = [] if self.compile_s is None else [f"  calls that compiled took {self.compile_s:.1f} s"]
         said = [f"not in parts: {line.partition(NOR_IN_PARTS)[2]}" for line in (self.failure or "").splitlines()]
         compiled += [f"  {part}" for part in (*self.compiled, *self.split) if part not in said]
@@ -165,7 +168,7 @@ class Report:
         padding = [f"  {line}" for line in (*self.padding, *self.float8)]
         reasons += [f"  verify: {self.verified}"] if self.verified is not None else []
         stopped = [f"  stopped: {self.stopped}"] if self.stopped else []
-        return "\n".join([head, *stopped, *times, *graphs, *padding, *reasons, *compiled, *failure])
+        return "\n".join([head, *stopped, *failure, *times, *graphs, *padding, *reasons, *compiled])
 
     def _times(self) -> str:
         assert self.replay_ms is not None  # or there is nothing to say

@@ -43,13 +43,14 @@ from ..._torch.tensors.modes import enter, without_modes, without_torch_function
 from ..._torch.tensors.operators import LIFT_FRESH, OperationCall, kind_of, unmarked_writes
 from ..._torch.tensors.tensors import storage_address, storage_of
 from ..._undo import Undo
-from ..._user_line import compiler_runs, is_ampkits, real_frame, running_line, wraps_operations
+from ..._user_line import UserLineFinder, compiler_runs, is_ampkits, real_frame, running_line, wraps_operations
 from ..host.constants import MOST_ENTRIES
 from ..host.given_numbers import AHEAD, GivenNumbers, nested, numbers_in, outermost, tell_lists, unwatched
 from ..host.replaced import replace_here
 from ..host.uploads import content_of
 from .compared import ask_for_truths, is_plain
 from .draw_paths import DrawOperation, DrawPath, Held, Leaf, NumberRead, Segment, Slot
+from .uncapturable import remedy
 
 wraps_operations(__file__)
 
@@ -75,6 +76,14 @@ class Question(NamedTuple):
     known: bool | tuple[int, ...] | None  # the answer, where that is always the same
 
 
+class Wait(NamedTuple):
+    """A question for whose answer each call waits."""
+
+    line: str  # the user's line that asks, "" if it is not known
+    remedy: str  # what to write instead of what a library does there, "" if it is in none that is known
+    cuts: bool  # see `Question`
+
+
 class AskedPath(NamedTuple):
     """What a call has asked."""
 
@@ -87,6 +96,7 @@ class AskedPath(NamedTuple):
     early_at: frozenset[int]  # addresses of memory that operations have written by the last cut
     written_at: frozenset[int]  # and in all of the call
     early: Mapping[int, torch.UntypedStorage]  # by address: what was written by the last cut, and was there before
+    waits: tuple[Wait, ...]
 
     def is_like(self, other: "AskedPath") -> bool:
         """Return whether another call has asked the same, with the same answers."""
@@ -124,6 +134,8 @@ class QuestionRecorder:
         self._reads: list[tuple[_Source, Callable[..., Any], Hashable]] = []  # with what is learned, and the answer
         self._questions: list[Question | None] = []
         self._answers: list[bool] = []
+        self._waits: list[Wait] = []
+        self._user_line: UserLineFinder | None = None  # known within the call
         self._numbers: list[tuple[Any, ...] | None] = []
         self._stacks = False  # whether tensors in a list were stacked
         self._is_given_counts = False  # whether the operation that runs can be given all numbers that it reads
@@ -190,6 +202,7 @@ class QuestionRecorder:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Context of the call."""
+        self._user_line = UserLineFinder(sys._getframe(), skip_torch=False)
         with Undo() as undo:
             for name, ask in (("__bool__", self._asked), ("item", self._item), ("tolist", self._listed)):
                 replace_here(undo, Tensor, name, outermost(ask))
@@ -217,7 +230,7 @@ class QuestionRecorder:
             segments.append(Segment(tuple(operations), NumberRead(_with_slots(source, slots), learn), answer))
         path = DrawPath((*segments, Segment((), None)))
         told = tuple(self._questions), tuple(self._answers), tuple(self._numbers)
-        return AskedPath(path, *told, self._early_at, frozenset(self._written_at), self._early)
+        return AskedPath(path, *told, self._early_at, frozenset(self._written_at), self._early, tuple(self._waits))
 
     def changed(self) -> set[str]:
         """Return the paths of what the call has asked about, and has written to then."""
@@ -266,7 +279,12 @@ class QuestionRecorder:
         if not self._of_input(source):
             return answer
         self._reads.append((source, learn, answer))
+        self._note_wait(cuts=False)
         return None
+
+    def _note_wait(self, *, cuts: bool) -> None:
+        place = None if self._user_line is None else self._user_line()
+        self._waits.append(Wait("", "", cuts) if place is None else Wait(place.line, remedy(place), cuts))
 
     def _asked(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """Take the place of `Tensor.__bool__`."""
@@ -282,6 +300,7 @@ class QuestionRecorder:
         known = None if source is None else self._answered(source, bool, value)
         self._questions.append(Question(tensor.shape, tensor.dtype, cuts, known))
         if cuts:
+            self._note_wait(cuts=True)
             self._answers.append(value)
             self._early_at, self._early = frozenset(self._written_at - {0}), dict(self._there)
         return value

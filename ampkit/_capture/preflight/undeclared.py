@@ -122,8 +122,11 @@ class Undeclared:
     def adopt(self) -> bool:
         """Take the modules that need not be declared into the state; return whether there are any."""
         modules, self._to_adopt = self._to_adopt, []
+        places = self._state.reads.places_and_values()[1] if modules else []
         for module in modules:
-            self._state.modules[f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"] = module
+            named = (path for path, value in places if value is module and path not in self._state.modules)
+            place = f"undeclared[{len(self._state.modules)}: {type(module).__name__}]"
+            self._state.modules[next(named, place)] = module
         return bool(modules)
 
     def take_in(self, touched: Touched) -> bool:

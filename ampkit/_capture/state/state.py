@@ -51,10 +51,15 @@ class Generation(NamedTuple):
             ("the optimizer's state was cleared or replaced", True, grew),
             (f"{moment} in the optimizer's state was replaced by another tensor", "", moment),
             (self.walk.first_change(new.walk), self.walk, new.walk),
-            ("a parameter or buffer was moved to other memory", self.addresses, new.addresses),
+            (f"a parameter or buffer was moved to other memory{self._moved(new)}", self.addresses, new.addresses),
             ("a parameter or buffer got another shape, other strides or another dtype", self.layouts, new.layouts),
         )
         return next((text for text, old, now in words if old != now), "")
+
+    def _moved(self, new: "Generation") -> str:
+        """Return " (path)" of the first tensor that lies elsewhere in `new`, "" if there is none."""
+        pairs = zip(self.walk.tensors, self.addresses, new.addresses, strict=False)
+        return next((f" ({self.walk.name_of(tensor)})" for tensor, old, now in pairs if old != now), "")
 
 
 class Kept:

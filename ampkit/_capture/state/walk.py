@@ -135,6 +135,11 @@ class Walk:
                 return f"{new_name} was replaced"
         return "a parameter, buffer or module was added or removed"
 
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the path of one of the tensors."""
+        pairs = zip(self._names, self._objects.objects, strict=False)
+        return next(name for name, found in pairs if found is tensor)
+
     def uninitialized(self) -> str:
         """Return the path of a parameter or buffer that a lazy module makes in its first call, "" if all are there."""
         if not any(map(is_lazy, self.tensors)):
@@ -153,7 +158,10 @@ def take_in_parameters(
     held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
     strangers = [param for param in held if id(param) not in known and param.device in devices]
     if strangers:
-        modules[f"parameters of no module[{len(modules)}]"] = module_of(strangers)
+        modules[f"{NO_MODULE}[{len(modules)}]"] = module_of(strangers)
+
+
+NO_MODULE = "parameters of no module"  # what messages call the module that has them
 
 
 def module_of(params: Iterable[Tensor]) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..._capture.engine.options import WARM_UP
 from ..._capture.graph.report import Report, shares_text
 from ..._errors import AmpkitError, UsageError
 from ..._precision.fake_tensors import can_save_for_backward
@@ -26,6 +27,7 @@ from .subjects import DoctorError, load_subject
 from .trial import Trial
 
 _TIMED_STEPS = 10
+_IN_PLACE = "Graphs stay valid if memory is written to in place instead (copy_, add_)."
 _NAMED = 6  # constants of the host that the report names
 _UNCHECKED_ON_CPU = (
     "copies from pageable memory, and waits other than for a value or a shape",
@@ -173,6 +175,11 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
         report = trial.emulated()
     constants = () if report is None else report.constants
     diagnosis.figures["constants"] = [each._asdict() for each in constants]
+    # What no single step shows, such as a parameter that is moved to other memory.
+    if not in_the_way and by == "graphed" and report is not None and (why := _why_not_replayed(report)):
+        why, _, rest = why.partition("\n")
+        in_the_way = [why]
+        diagnosis.findings.insert(0, Fault("high", "capture", trial.subject.line, why, rest or _IN_PLACE))
     if not in_the_way:
         diagnosis.notes.append(f"{by} captures {possible}.")
         values = [each for each in constants if not each.is_code]  # of functions and modules only how many
@@ -195,8 +202,15 @@ def _add_outcome(diagnosis: Diagnosis, trial: Trial) -> None:
         diagnosis.figures["shares"] = split.shares
         if split.shares:
             diagnosis.notes.append(f"Of the time of an eager step: {shares_text(split.shares)}.")
-    them = in_the_way[0] if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
+    them = "that finding" if diagnosis.findings[0].kind == "capture" else in_the_way[0]
+    them = them if len(in_the_way) == 1 else f"the {len(in_the_way)} findings of severity high"
     diagnosis.notes.append(f"{by} captures {captured}Without {them} it captures {possible}.")
+
+
+def _why_not_replayed(report: Report) -> str:
+    """Return why some or all calls of a function were not replayed, "" if they were."""
+    again = next((reason for reason in report.eager if reason.startswith(f"{WARM_UP} again: ")), "")
+    return report.failure or ("" if report.graphs else again.partition(": ")[2])
 
 
 def _add_speed_up(diagnosis: Diagnosis, trial: Trial) -> None:

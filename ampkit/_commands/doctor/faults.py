@@ -18,7 +18,7 @@ from ..._capture.engine.fallback import IN_AUX
 from ..._capture.engine.variation import DRAWS_ADVICE
 from ..._capture.host.host_tensors import HostTensors
 from ..._capture.host.uploads import Uploads
-from ..._capture.keys.inputs import path
+from ..._capture.keys.inputs import TensorSpec, path
 from ..._capture.preflight.preflight import Finding
 from ..._capture.preflight.watched_call import WatchedCall
 from ..._precision.op_recorder import ONE_NAME, OpRecorder
@@ -40,6 +40,19 @@ _KINDS = (("draws", "host random numbers"), ("pageable", "pageable copy"), ("", 
 # The warning of torch (ATen/Context.cpp, alertNotDeterministic). That of cuBLAS has other words, and is no fault of the
 # code: the environment variable CUBLAS_WORKSPACE_CONFIG makes cuBLAS deterministic.
 _UNREPEATABLE = r"(\S+) does not have a deterministic implementation"
+_EACH_VALUE = "A few kinds of step may have graphs of their own; pass a number that has many values in a tensor."
+_AHEAD = (
+    "question about the batch",
+    "the host asks the device about the batch: each combination of answers takes a graph of its own, and a call waits "
+    "for the step before it to ask",
+    "Check batches before the loop or in the loader, or use torch.where instead of a branch.",
+)
+_AT_A_CUT = (
+    "question to the device",
+    "the host asks the device about more than the batch: the graph is cut there, and a call waits for the answer "
+    "before it goes on",
+    "Use torch.where instead of a branch.",
+)
 _NOT_FROZEN = ("params", "lr", "initial_lr")  # entries of a parameter group that a graph does not freeze
 
 
@@ -86,6 +99,7 @@ def shape_faults(trial: Trial) -> Iterator[Fault]:
     """Yield a fault if batches differ in layout: each layout needs a graph of its own."""
     loader, origins = trial.subject.batches, trial.subject.origins
     advice = "Drop the short batch (DataLoader(..., drop_last=True)), or pad to a few sizes (buckets=ampkit.Buckets)."
+    kind = "changing shapes"
     (usual, _), *others = Counter(trial.specs).most_common()
     if trial.chooses_sizes:
         return
@@ -96,12 +110,16 @@ def shape_faults(trial: Trial) -> Iterator[Fault]:
         else:
             i = next(i for i, (a, b) in enumerate(zip(usual.leaves, spec.leaves, strict=True)) if a != b)
             differs = f"{path(spec.tree, i)} is {spec.leaves[i]}, not {usual.leaves[i]}"
+            pairs = zip(usual.leaves, spec.leaves, strict=True)
+            if not any(isinstance(each, TensorSpec) for pair in pairs if pair[0] != pair[1] for each in pair):
+                kind, advice = "constants of the batch", _EACH_VALUE
         what = (
             f"{len(trial.specs)} batches have {len(others) + 1} layouts, and each needs a warm-up and a graph of its "
             f"own: in batch {odd}, {differs}"
         )
         line = trial.lines[odd] or origins.of(loader) or trial.subject.line
-        yield Fault("medium", "changing shapes", line, what, advice, sum(spec != usual for spec in trial.specs))
+        severity = "low" if advice is _EACH_VALUE else "medium"
+        yield Fault(severity, kind, line, what, advice, sum(spec != usual for spec in trial.specs))
     elif (size := _short_batch_size(loader)) and "buckets" not in trial.subject.options:
         what = f"the last batch has {size} samples, fewer than the others: it needs a warm-up and a graph of its own"
         yield Fault("medium", "changing shapes", origins.of(loader) or trial.subject.line, what, advice)
@@ -159,19 +177,9 @@ def blocking_faults(trial: Trial) -> Iterator[Fault]:
             "graph of its own, and steps cannot be compared with each other to find what else varies"
         )
         yield Fault("low", "host random numbers", "", what, DRAWS_ADVICE)
-    if trial.questions:
-        what = (
-            f"the host asks the device {trial.questions} question(s) about the batch in a step: each combination of "
-            "answers takes a graph of its own, and a call waits for the step before it to ask"
-        )
-        advice = "Check batches before the loop or in the loader, or use torch.where instead of a branch."
-        yield Fault("low", "question about the batch", "", what, advice)
-    if trial.cuts:
-        what = (
-            f"the host asks the device {trial.cuts} question(s) about more than the batch in a step: the graph is cut "
-            "there, and a call waits for the answer before it goes on"
-        )
-        yield Fault("low", "question to the device", "", what, "Use torch.where instead of a branch.")
+    for wait, count in trial.waits.items():
+        kind, what, advice = _AT_A_CUT if wait.cuts else _AHEAD
+        yield Fault("low", kind, wait.line, what, wait.remedy or advice, count)
 
 
 def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
@@ -191,7 +199,7 @@ def _preflight(trial: Trial) -> tuple[list[Finding], list[Finding]]:
     path = None if watched.draws is None else watched.draws.path
     trial.decisions = 0 if path is None else len(path.outcomes)
     asked = watched.questions.asked()
-    trial.questions, trial.cuts = (0, 0) if asked is None else (len(asked.path.outcomes), len(asked.answers))
+    trial.waits = Counter(() if asked is None else asked.waits)
     steps = zip(bounds[::2], bounds[1::2], strict=True)
     return preflight.findings, [found for step in steps for found in preflight.findings[slice(*step)]]
 
@@ -248,7 +256,7 @@ def host_faults(trial: Trial) -> Iterator[Fault]:
     """
     found: Counter[tuple[str, str]] = Counter()
     lines: dict[str, str] = {}
-    if trial.decisions or trial.questions or trial.cuts:
+    if trial.decisions or trial.waits:
         return
     for records in trial.records.values():
         for other in records[1:]:

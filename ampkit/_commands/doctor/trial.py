@@ -5,7 +5,7 @@ import functools
 import itertools
 import sys
 import warnings
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from ..._batches.buckets import is_auto
 from ..._batches.prefetch import prefetch
 from ..._capture.graph.report import Report
 from ..._capture.keys.inputs import Spec, read_batch
+from ..._capture.preflight.questions import Wait
 from ..._errors import CaptureWarning
 from ..._optimizer.step_kind import may_be_constant, why_not_capturable
 from ..._step.arguments import read_buckets
@@ -153,8 +154,7 @@ class Trial:
         # What steps called: a list of calls per step, by layout of the batch and place in the window of micro-batches.
         self.records: dict[Any, list[list[TorchCall]]] = {}
         self.decisions = 0  # comparisons with random draws of the host, in one step
-        self.questions = 0  # about the batch, in one step
-        self.cuts = 0  # questions about anything else
+        self.waits: Counter[Wait] = Counter()  # for the answers to questions, in one step
         self.uncapturable_lines: set[str] = set()
         self._seen: set[Any] = set()
         with subject.origins:
@@ -198,14 +198,19 @@ class Trial:
             self._seen.add(key)
 
     def emulated(self) -> Report | None:
-        """Return the report of a few steps on the first batch with emulated graphs; None with `compile=`."""
+        """Return the report of a few steps with emulated graphs, on the first batch; None with `compile=`.
+
+        Calls of a function have the first batch of each layout, because each may do something else.
+        """
         subject = self.subject
         if subject.options.get("compile") is not None:
             return None  # see `StepSplitter`
-        args, kwargs = self.kept[0]
+        kept = dict(zip(reversed(self.specs[: len(self.kept)]), reversed(self.kept), strict=True))
+        batches = [*kept.values()] if subject.by == "graphed" else self.kept[:1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaptureWarning)
             with subject.step(graph="emulate", warmup=2, scheduler=None) as step:
                 for _ in range(_SPLIT_CALLS * subject.options.get("accumulate", 1)):
-                    step(*args, **kwargs)
+                    for args, kwargs in batches:
+                        step(*args, **kwargs)
                 return step.report()

@@ -98,6 +98,7 @@ class StepSplitter(Splitter):
             why_never = "several processes train together (DistributedDataParallel, fully_shard)"
         self._why_never = why_never if wanted else "unwanted"
         self._why_not: dict[str, None] = {}
+        self._problems: dict[str, None] = {}  # of layouts that are done in parts
         # The layouts keep them, so that they end with these.
         self._splits: weakref.WeakValueDictionary[Any, Split] = weakref.WeakValueDictionary()
         self._by_layout: weakref.WeakKeyDictionary[Layout, Split] = weakref.WeakKeyDictionary()
@@ -126,6 +127,7 @@ class StepSplitter(Splitter):
             split = Split(self._step, self._modules, self._update, self._device, self._options, self._eager)
             self._splits[kind] = split
         self._by_layout[layout] = split
+        self._problems[layout.problem] = None
         layout.refuse(IN_PARTS)
         return True
 
@@ -153,11 +155,15 @@ class StepSplitter(Splitter):
         splits = list(self._splits.values())
         said = [split.words() for split in splits]
         words = [line for captured, _ in said for line in captured]
+        lines = dict.fromkeys(line for split in splits for line in split.lines)
+        reasons = [f"cannot be captured: {line}" for line in lines]
+        # Others than lines that a survey has found, too.
+        reasons += [f"not captured whole: {why}" for why in self._problems if not any(line in why for line in lines)]
         updates, shares = 0, {}
         if words:
             report = self._update.report
             updates = 0 if report is None else report.graphs
-            words += self._update.words()
+            words = [*reasons, *words, *self._update.words()]
             words += [line for _, eager in said for line in eager]
             most = max(splits, key=lambda split: split.calls)
             shares = {} if most.parts is None else most.shares.by_part("eager")  # sync: waits for the measured calls
@@ -207,7 +213,7 @@ class Split:
         self._eager, self._in_parts = Durations(_TIMED), Durations(_TIMED)
         self._surveys: list[Survey] = []  # kept until all modules are captured
         self._failed: dict[ModuleCall, str] = {}
-        self._lines: dict[str, None] = {}
+        self.lines: dict[str, None] = {}  # that a graph cannot contain, as surveys have shown
         self._runs: ModuleRuns | None = None  # before the first survey
         self._choice: Choice | None = None
         self.parts: Parts | None = None  # made when it is known what to capture
@@ -287,7 +293,7 @@ class Split:
             return outputs
 
         outputs = engine.run_noted(_SURVEYED, step)
-        self._lines |= survey.lines
+        self.lines |= survey.lines
         if self._runs is None:
             self._runs = runs_in(survey.calls, _FEWEST)
             if self._runs.units:  # two more calls are to show how they are called as modules
@@ -314,8 +320,8 @@ class Split:
 
     def _no_module(self) -> str:
         assert self._choice is not None  # or nothing is known
-        found = self._choice.reasons.items()
-        reasons = [f"{name or _MODEL}: {_SUCH_A_LINE if why in self._lines else why}" for name, why in found]
+        found = _summed_up(self._choice.reasons).items()
+        reasons = [f"{names}: {_SUCH_A_LINE if why in self.lines else why}" for names, why in found]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         return f"no module can be captured by itself ({'; '.join(reasons[:_SHOWN]) or 'none is called'}{more})"
 
@@ -354,15 +360,30 @@ class Split:
         calls = Counter(part.module for part in reports)
         names = [(name or _MODEL) + f" ({count} calls in a step)" * (count > 1) for name, count in calls.items()]
         reasons = self._choice.reasons
-        within = [name or _MODEL for name, why in reasons.items() if why in self._lines]
-        words = [f"cannot be captured: {line}" for line in self._lines]
+        within = [name or _MODEL for name, why in reasons.items() if why in self.lines]
+        words: list[str] = []
         if within:
             who = "it contains" if len(within) == 1 else "they contain"
             words.append(f"eager: {', '.join(within)}: {who} such a line")
-        words += [f"eager: {name or _MODEL}: {why}" for name, why in reasons.items() if why not in self._lines]
+        words += [f"eager: {names}: {why}" for names, why in _summed_up(reasons).items() if why not in self.lines]
         for part in reports:
             words += [f"eager x{count}: {part.module or _MODEL}: {reason}" for reason, count in part.eager.items()]
         return [f"captured by itself: {', '.join(names) or 'no module'}"], words
+
+
+def _summed_up(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons by what they hold for. Modules in one with the same reason are only counted."""
+
+    def around(name: str) -> str | None:
+        """Return the name of the outermost module around this one that has the same reason, None if none has."""
+        parts = name.split(".")
+        paths = ("", *(".".join(parts[:i]) for i in range(1, len(parts))))
+        return next((path for path in paths if path != name and reasons.get(path) == reasons[name]), None)
+
+    inside = Counter(map(around, reasons))
+    tops = [name for name in reasons if around(name) is None]
+    counted = {name: f", and {inside[name]} in it" if inside[name] else "" for name in tops}
+    return {f"{name or _MODEL}{counted[name]}": reasons[name] for name in tops}
 
 
 def is_timed(options: Options) -> bool:

@@ -642,7 +642,7 @@ def test_questions_of_a_library(script):
         def training():
             actor = net()
             def act(x):
-                normal = torch.distributions.Normal(actor(x), 1.0)  # fault: question to the device
+                normal = torch.distributions.Normal(actor(x), 1.0, validate_args=True)  # fault: question to the device
                 action = normal.sample()
                 return normal.log_prob(action)  # fault: question to the device
             return torch.no_grad()(act), [torch.randn(8, 8) for _ in range(3)]

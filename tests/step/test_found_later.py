@@ -311,12 +311,12 @@ def test_lines_that_calls_wait_for() -> None:
     @ampkit.graphed(graph="emulate", on_failure="raise")
     def act(x: Tensor) -> Tensor:
         with torch.no_grad():
-            normal = torch.distributions.Normal(actor(x), 1.0)
+            normal = torch.distributions.Normal(actor(x), 1.0, validate_args=True)
             return normal.log_prob(normal.sample())
 
     for _ in range(6):
         act(torch.ones(3, 4))
     (line,) = act.report().waits
-    assert "`normal = torch.distributions.Normal(actor(x), 1.0)`, " in line
+    assert "`normal = torch.distributions.Normal(actor(x), 1.0, validate_args=True)`, " in line
     assert line.count("validate_args=False") == 1
     assert f"  {line}" in str(act.report()).splitlines()

@@ -278,9 +278,6 @@ def test_a_graphed_loop_holds_little_more_memory_than_an_eager_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["vit", "dit"])
-@pytest.mark.xfail(
-    raises=AssertionError, reason="on an H200 it is 1.33 and 1.60 times (docs/benchmarks/h200-2026-11.md)"
-)
 def test_steps_in_parts_reserve_little_more_than_eager_ones(row: str) -> None:
     """D4: what the graphs of modules reserve stays theirs between the calls."""
     eager, parts = (parts_memory.in_process(row, way) for way in ("eager", "parts"))

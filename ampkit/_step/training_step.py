@@ -242,7 +242,9 @@ class TrainingStep:
         self._working.drop_unused()
 
     def leave_pools(self) -> None:
-        """Let go of gradients in the memory of parts of the step. Between calls none is needed that lies there."""
+        """Let go of gradients in the memory of parts of the step, unless the optimizer has yet to step on them."""
+        if self.place.behind:
+            return
         left = set(map(id, self.kept.leave_pools()))
         for name in [name for name, kept in self.gradients.items() if id(kept) in left]:
             del self.gradients[name]

@@ -212,6 +212,9 @@ class Window:
     def _stepped(self, grad_norm: Tensor | None, skipped: Tensor, phase: Phase) -> None:
         self._steps += 1
         if phase.follows and self._step.place.follows_behind:
+            scaler = self._step.scaler
+            measured = scaler.is_enabled() or self._step.guard is not None
+            scaler.grad_norm, scaler.found_inf = grad_norm, skipped.float() if measured else None  # as in an eager step
             self._step.follow(skipped)
         self._told(grad_norm)
         if self.after is not None:

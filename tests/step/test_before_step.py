@@ -440,6 +440,39 @@ def test_lines_that_after_step_leads_to(engine: Engine, kind: str, loss: Callabl
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_after_step_finds_behind_a_graph(engine: Engine, size: int) -> None:
+    """G3: whether the step was skipped, and the norm, as eager steps do; what reads gradients stays where they are."""
+    found = []
+    for graph, reads in [("off", False), (engine[1], False), ("off", True), (engine[1], True)]:
+        torch.manual_seed(0)
+        net = Net().to(engine[0])
+        scaler = ampkit.GradScaler(engine[0], init_scale=64.0)
+        seen: list[Any] = []
+
+        def follow(net: nn.Module, scaler: Any = scaler, seen: list[Any] = seen) -> None:
+            seen.append((float(scaler.found_inf), float(scaler.grad_norm)))
+
+        def reading(net: nn.Module, seen: list[Any] = seen) -> None:
+            seen.append(sum(float(param.grad.norm()) for param in net.parameters() if param.grad is not None))
+
+        options = {"scaler": scaler, "max_norm": 1.0, "after_step": reading if reads else follow, "accumulate": size}
+        frozen = engine[0] == "cpu" and not reads and size == 1
+        with warnings.catch_warnings(), deterministic(), taped() if frozen and graph != "off" else nullcontext():
+            warnings.simplefilter("ignore", ampkit.CaptureWarning)
+            step = ampkit.graphed_step(loss_fn, net, OPTIMIZERS["fused"](net), graph=graph, **options)
+            for i, (x, y) in enumerate(batches(engine[0], 24)):
+                step(x * math.inf if i == 15 else x, y)
+        found.append((seen, step.report()))
+    for (expected, _), (got, _) in zip(found[::2], found[1::2], strict=True):
+        assert len(got) == 24 // size
+        assert str(got) == str(expected)  # nan is a norm, too
+    assert sum(overflow for overflow, _ in found[1][0]) == 1
+    assert found[1][1].eager_after_step
+    assert not found[3][1].eager_after_step
+
+
 def test_a_loss_that_cannot_be_captured_leaves_after_step_in_its_graph(engine: Engine) -> None:
     """G3: lines of `loss_fn` alone do not move `after_step`, which is captured with the update."""
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Graphs of the parts of a step in one pool: none overwrites what another one needs, and it is as small as can be."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampkit
+from ampkit._capture.graph.timing import Durations
 from ampkit._capture.state.kept_gradients import KeptGradients
 from ampkit._step.parts.parts import CHANGED, Parts
 
@@ -341,6 +343,38 @@ def test_parts_that_are_given_up_leave_nothing_behind(engine: Engine, monkeypatc
     assert_same(found, expected)
     assert 0 < step.report().in_parts < 2 * WATCHED, step.report()
     assert not step._window._step.gradients
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("pools")
+def test_parts_that_are_given_up_in_a_call_leave_gradients_to_a_later_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the optimizer steps behind the graphs, its gradients are needed when the times have been compared."""
+    device, graph = engine
+
+    def train(graph: str) -> tuple[list[Any], Any]:
+        torch.manual_seed(3)
+        model = Reads(2, 16).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 * WATCHED)
+        options: dict[str, Any] = {"arithmetic": "torch", "scheduler": schedule, "host_writes": "ignore"}
+        step = ampkit.graphed_step(classified, model, optimizer, graph=graph, **options)
+        history = []
+        for i in range(6 * WATCHED):
+            if i == 2 * WATCHED and graph != "off":  # the new rate begins new parts, which are timed
+                monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda _: True)
+                times = itertools.cycle([1.0, 2.0])  # of an eager step, and of one in parts
+                monkeypatch.setattr(Durations, "median_ms", lambda _, times=times: next(times))
+            x, y = torch.randn(4, 4, 16, device=device), torch.randint(16, (4,), device=device)
+            history.append([step(x, y).loss, *map(bits, model.state_dict().values())])
+        return history, step
+
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        (expected, _), (found, step) = train("off"), train(graph)
+    assert_same(found, expected)
+    assert 0 < step.report().in_parts < 6 * WATCHED, step.report()
 
 
 class InTurn(Reads):

@@ -72,7 +72,7 @@ from torch import Tensor, nn
 from ..._torch.tensors.modes import without_torch_function
 from ..._torch.tensors.modules import is_module
 from ..._torch.tensors.tensors import is_tensor
-from ..._user_line import line_text
+from ..._user_line import TORCH, line_text
 from .calls import KEPT_ELSEWHERE, CallRecorder, Line, Names, is_looked_into
 from .code import Scope, functions_of
 from .constants import (
@@ -252,11 +252,14 @@ class Reads:
     def may_be_of_follower(self, problem: str) -> bool:
         """Return whether what keeps a step from being captured may lie in what it calls last.
 
-        That is so unless the problem names lines, and none of what that has called in the steps that were watched.
+        That is so unless the problem names lines, and none of what that has called in the steps that were watched. It
+        is not so where that reads `.grad`: behind a graph there are no gradients.
         """
-        if not self._of_follower or not _A_LINE.search(problem):
-            return True
         codes = self._of_follower.values()
+        if any(map(_reads_gradients, codes)):
+            return False
+        if not codes or not _A_LINE.search(problem):
+            return True
         found = {file: set(re.findall(re.escape(file) + _A_LINE.pattern, problem)) for file in {*map(_file, codes)}}
         return any(str(line) in found[_file(code)] for code in codes for *_, line in code.co_lines())
 
@@ -620,6 +623,12 @@ def _reading(
         called,
         [tensor for tensor, place in tensors if tensor is not None and place is not None],
     )
+
+
+def _reads_gradients(code: CodeType) -> bool:
+    """Return whether code reads `.grad` of parameters: that of optimizers and outside of torch, but not of copies."""
+    file = code.co_filename
+    return "grad" in code.co_names and not (file.startswith(TORCH) and f"{os.sep}optim{os.sep}" not in file)
 
 
 def holds_numbers(found: dict[str, Any], text: str) -> bool:

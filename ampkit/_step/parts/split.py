@@ -63,7 +63,7 @@ class Divided(Protocol):
         """Let go of memory that only graphs of whole steps need."""
 
     def leave_pools(self) -> None:
-        """Let go of gradients in the memory of graphs that are about to be freed. To be called between calls."""
+        """Let go of gradients in the memory of graphs that are about to be freed, unless a step on them is to come."""
 
 
 class StepSplitter(Splitter):

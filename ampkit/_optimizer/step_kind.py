@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer, lr_scheduler
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, Muon, Optimizer, Rprop, lr_scheduler
 
 from .._torch.optimizers import (
     FUSED_ADAGRAD_ON_CUDA,
@@ -128,8 +128,9 @@ def can_be_undone(optimizer: Optimizer) -> bool:
     cls = torch_class(optimizer)
     if cls in (SGD, Muon):
         return True  # momentum is all their state
-    # On the CPU, where torch refuses the flag, step counts are tensors beside the parameters anyway.
-    on_cpu = all(param.device.type == "cpu" for param in parameters(optimizer))
+    # On the CPU, where torch refuses the flag, step counts are tensors beside the parameters anyway. State that begins
+    # with the rate of the first step would stay, if that is undone.
+    on_cpu = cls not in (ASGD, Rprop) and all(param.device.type == "cpu" for param in parameters(optimizer))
     on_device = all("capturable" in group and (group["capturable"] or on_cpu) for group in optimizer.param_groups)
     return cls is not None and on_device and can_init_optimizer_state(optimizer)
 

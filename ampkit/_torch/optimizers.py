@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._undo import Undo
@@ -35,6 +35,12 @@ def supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch's GradScaler leaves unscaling and skipping to `optimizer.step`."""
     # Optimizers without such a step lack the name, so there is nothing to guard.
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not has_lost_fused(optimizer)
+
+
+def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `unscale_` was called for this optimizer since the last `update`."""
+    states = private(scaler, "_per_optimizer_states")
+    return id(optimizer) in states and states[id(optimizer)]["stage"] is not OptState.READY
 
 
 def has_lost_fused(optimizer: torch.optim.Optimizer) -> bool:

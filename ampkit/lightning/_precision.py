@@ -15,7 +15,7 @@ from torch.amp import grad_scaler as upstream
 from .._optimizer.scaler import GradScaler
 from .._optimizer.step_kind import parameters
 from .._precision.policy import Policy
-from .._torch.optimizers import supports_amp_scaling
+from .._torch.optimizers import is_unscaled, supports_amp_scaling
 from .._torch.tensors.tensors import version
 
 _RULE_OF_TORCH = {"hysteresis": 1, "min_scale": None, "max_scale": None, "dynamic": True}
@@ -68,11 +68,14 @@ class StepPrecision(Precision):
     ) -> None:
         """Do nothing if ampkit has clipped. In manual optimization clip the gradients of a fused optimizer, too.
 
-        Upstream refuses that, as the optimizer unscales them in its step. Here a loss scale stays in them. Sync: none.
+        Upstream refuses that, as the optimizer unscales them in its step. Here a loss scale stays in them, if there is
+        one. Sync: none.
         """
         if self.fit.steps_in_module and supports_amp_scaling(optimizer):
-            if isinstance(self, MixedPrecision) and self.scaler is not None and clip_val > 0:
-                _clip_scaled(parameters(optimizer), self.scaler, clip_val, gradient_clip_algorithm)
+            scaler = self.scaler if isinstance(self, MixedPrecision) else None
+            raw = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+            if scaler is not None and clip_val > 0 and not is_unscaled(scaler, raw):
+                _clip_scaled(parameters(optimizer), scaler, clip_val, gradient_clip_algorithm)
             else:
                 Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
         elif not self.fit.backward_done:

@@ -143,7 +143,7 @@ class Sign(torch.optim.Optimizer):
 GUARDED = {name: OPTIMIZERS[name] for name in ("sgd", "sgd, fused", "adam, foreach")}
 GUARDED |= {"own": Momentum, "own, without state": Sign}
 # Tensors of a parameter's size that a step copies, on a CPU.
-COPIED = {"sgd": 2, "own": 2, "own, without state": 1}
+COPIED = {"sgd": 2, "own": 2, "own, without state": 1, "adam, foreach": 3}
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be skipped on the device")

@@ -38,7 +38,8 @@ def on(module: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Modu
 
 def assert_report(text: str, graph: str) -> None:
     """The last table says that the steps are replays, and whether these are emulated."""
-    replayed = re.search(r"^\d+ steps: (\d+) replayed, \d+ eager, 0 skipped", text, re.MULTILINE)
+    steps = r"(?:steps|micro-batches \(\d+ optimizer steps\))"
+    replayed = re.search(rf"^\d+ {steps}: (\d+) replayed, \d+ eager, 0 skipped", text, re.MULTILINE)
     assert replayed is not None, text
     assert int(replayed[1]) > 10
     assert ("\n  emulated: a replay calls the step again" in text) == (graph == "emulate")

@@ -260,6 +260,13 @@ class ClipsAsTorch(Clips):
         clip(params, gradient_clip_val)
 
 
+class UnscalesAndClips(Clips):
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if (scaler := getattr(self.trainer.strategy.precision_plugin, "scaler", None)) is not None:
+            scaler.unscale_(optimizer.optimizer)
+        super().clip_gradients(optimizer, *args, **kwargs)
+
+
 class CountsClips(Clips):
     count = 0
 
@@ -277,7 +284,8 @@ def test_fused_optimizers_whose_gradients_lightning_clips(tmp_path: Path, engine
     ours = fit(tmp_path / "ours", device, graph, make=Clips, kind=kind)
     with pytest.warns(ampkit.CaptureWarning, match=r"training_step changes self\.count on the host"):
         left = fit(tmp_path / "left", device, graph, make=CountsClips, kind=kind, options={"on_failure": "eager"})
-    for run in (off, ours, left):
+    unscaled = fit(tmp_path / "unscaled", device, graph, make=UnscalesAndClips, kind=kind)
+    for run in (off, ours, left, unscaled):
         assert_same_runs(torchs, run)
     assert ours.report.replays == EPOCHS * BATCHES - 3
     with taped() if device == "cpu" else nullcontext():

@@ -232,3 +232,29 @@ def test_s8_gradient_dtypes(device: str, dtype: torch.dtype, name: str) -> None:
         assert torch.equal(before, weight) == (bad is not None)
     assert weight.isfinite().all()
     assert scaler.stats()[:2] == (2, 1)
+
+
+RATED = [torch.optim.Rprop, torch.optim.ASGD, torch.optim.RAdam]
+
+
+@pytest.mark.parametrize("kind", RATED, ids=lambda kind: kind.__name__)
+    "kind", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.RAdam], ids=lambda kind: kind.__name__
+)
+def test_state_that_begins_with_a_rate_begins_with_that_of_a_real_step(kind: type[torch.optim.Optimizer]) -> None:
+    """A first step that is skipped leaves no state with the rate that it had, as torch's scaler leaves none."""
+
+    def train(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        for i in range(4):
+            optimizer.param_groups[0]["lr"] = 0.01 * (i + 1)
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4)).square().mean() * (math.inf if i == 0 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [param.detach() for param in model.parameters()]
+
+    options = {"init_scale": 2.0**10, "growth_interval": 100}
+    assert_same(train(ampkit.GradScaler("cpu", **options)), train(torch.amp.GradScaler("cpu", **options)))

@@ -320,3 +320,39 @@ def test_lines_that_calls_wait_for() -> None:
     assert "`normal = torch.distributions.Normal(actor(x), 1.0, validate_args=True)`, " in line
     assert line.count("validate_args=False") == 1
     assert f"  {line}" in str(act.report()).splitlines()
+
+
+@pytest.mark.parametrize("steps_within", [True, False])
+def test_a_module_that_is_found_later_and_only_read(steps_within: bool) -> None:
+    """R5: graphs that were captured before it was found do not know which gradients are compared from then on."""
+
+    def train(graph: str) -> list[Any]:
+        torch.manual_seed(0)
+        nets, targets = ([nn.Linear(4, 2) for _ in range(2)] for _ in range(2))
+        params = [param for net in nets for param in net.parameters()]
+        optimizer = torch.optim.Adam(params, 1e-2, fused=True)
+
+        def update(x: Tensor, kind: int) -> Tensor:
+            loss = (nets[kind](x) - targets[kind](x).detach() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if steps_within:
+                optimizer.step()
+            return loss
+
+        function = ampkit.graphed(optimizers=(optimizer,), graph=graph)(update)
+        history: list[Any] = []
+        for i in range(CALLS):
+            loss = function(torch.randn(8, 4), 0 if i < 5 else i % 2)
+            if not steps_within:
+                optimizer.step()
+            grads = [None if param.grad is None else bits(param.grad) for param in params]
+            history.append([bits(loss), *map(bits, params), grads])
+        return history
+
+    with deterministic(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
+        expected = train("off")
+        with taped():
+            found = train("emulate")
+    assert_same(found, expected)

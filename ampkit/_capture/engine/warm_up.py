@@ -272,6 +272,7 @@ class WarmUp:
     def _with_undeclared(self, problem: str) -> str:
         """Return a problem, with what the user must declare. Take what need not be declared into the state."""
         if self._undeclared.adopt():
+            self._session.cache.clear()  # what the graphs know of gradients is not what is compared from now on
             self._session.settings_history.accept()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 

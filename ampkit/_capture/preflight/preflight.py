@@ -338,7 +338,8 @@ class Preflight(WatchingMode):
         # LIFT_FRESH is dispatched after its work was done, so that its time says nothing.
         if problems and not (problems[0].graph_only or op is LIFT_FRESH):
             self._spent(keys[0], seconds)
-        if keys and keys[0] is not None and isinstance(result, (int, float)):
+        is_drawn = self._draws is not None and any(map(self._draws.draws_in, call.given))  # is read where it is used
+        if keys and keys[0] is not None and isinstance(result, (int, float)) and not is_drawn:
             self._last_read = keys[0], _instruction(), result
         for observer in self._observers:
             observer(call)

@@ -31,9 +31,12 @@ class Use:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the tensor is gone, or lies in other memory now, as one behind `tensor.data = ...` does."""
+        """Whether the tensor is gone, or lies in other memory now, as one behind `tensor.data = ...` does.
+
+        A storage without memory is no other one: `fully_shard` frees what it has gathered, and knows its tensors.
+        """
         tensor = self.tensor()
-        return self.is_lost or tensor is None or storage_address(tensor) != self.address
+        return self.is_lost or tensor is None or storage_address(tensor) not in (self.address, 0)
 
 
 @dataclass(eq=False)

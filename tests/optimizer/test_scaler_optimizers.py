@@ -238,8 +238,6 @@ RATED = [torch.optim.Rprop, torch.optim.ASGD, torch.optim.RAdam]
 
 
 @pytest.mark.parametrize("kind", RATED, ids=lambda kind: kind.__name__)
-    "kind", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.RAdam], ids=lambda kind: kind.__name__
-)
 def test_state_that_begins_with_a_rate_begins_with_that_of_a_real_step(kind: type[torch.optim.Optimizer]) -> None:
     """A first step that is skipped leaves no state with the rate that it had, as torch's scaler leaves none."""
 

@@ -92,14 +92,6 @@ def converted(x: Tensor) -> Tensor:
     return x * float(x.detach().mean())  # HERE converted
 
 
-def for_a_number(x: Tensor) -> Tensor:
-    return torch.add(x, x, alpha=x.detach().mean())  # HERE for_a_number
-
-
-def for_a_number_of_lists(x: Tensor) -> Tensor:
-    return torch._foreach_lerp([x], [x], x.detach().mean())[0]  # HERE for_a_number_of_lists
-
-
 def compared(x: Tensor) -> Tensor:
     if x.mean() > 9:  # HERE compared
         return -x
@@ -267,8 +259,6 @@ def numpy_random(x: Tensor) -> Tensor:
 KINDS: dict[Callable[[Tensor], Tensor], str] = {
     item: "read a value",
     converted: "read a value",
-    for_a_number: "add takes a Python number, and waits for the device to read the tensor that it was given",
-    for_a_number_of_lists: "_foreach_lerp takes a Python number, and waits for the device",
     compared: "read a value",
     formatted: "read a value",
     printed: "prints a tensor",
@@ -463,19 +453,6 @@ def test_counts_and_order() -> None:
         (marked("then"), 1),
         (marked("boolean_mask"), 2),
     ]
-
-
-def test_reads_for_an_operation_and_for_the_host() -> None:
-    """A line that reads in both ways has a finding of each, and one that reads alone keeps what it is called."""
-    x = torch.ones(3)
-
-    def step() -> None:
-        for _ in range(2):
-            x.add(x, alpha=x.mean()).mul(x.sum().item())  # HERE both
-        x.mul(max(x[0], x[1]))  # HERE chosen
-
-    findings = [(f.line, f.what.partition(" ")[0], f.count) for f in found(step)]
-    assert findings == [(marked("both"), "add", 2), (marked("both"), "waits", 2), (marked("chosen"), "waits", 1)]
 
 
 def test_description() -> None:

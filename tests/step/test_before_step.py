@@ -402,8 +402,11 @@ def reads_loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["average", "lambda", "scheduler", "attribute"])
 @pytest.mark.parametrize("loss", [loss_fn, reads_loss])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.usefixtures("untimed")
 def test_lines_that_after_step_leads_to(engine: Engine, kind: str, loss: Callable[..., Tensor]) -> None:
     """G3: whatever it calls, it costs only itself. All else is captured: the step, or, with such a loss, its update."""
+    if engine[0] == "cuda" and kind == "lambda" and loss is reads_loss:
+        pytest.xfail("the count of an AveragedModel lies on the host, and what a lambda leads to is compared")
     found = []
     for graph in ("off", engine[1]):
         torch.manual_seed(0)

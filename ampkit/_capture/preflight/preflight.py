@@ -29,7 +29,6 @@ from ..._torch.tensors.operators import (
     host_waits,
     op_builtin,
 )
-from ..._torch.tensors.tree import tree_flatten
 from ..._undo import Undo, keep_warning_filters, replace
 from ..._user_line import SourceLocation, UserLineFinder, compiler_runs, real_frame, warn_at, wraps_operations
 from ..host.replaced import replace_here
@@ -49,7 +48,6 @@ from .uncapturable import (
     host_copy,
     host_wait,
     list_read,
-    number_read,
     problem_of,
     problems_of,
     remedy,
@@ -147,7 +145,6 @@ class Preflight(WatchingMode):
         self._found: dict[_Key, Finding] = {}
         self._explained: set[str] = set()  # keys of places whose wait was reported with its operation
         self._covered: dict[str, _Key] = {}  # lines for which one finding is enough, with its key
-        self._last_read: tuple[_Key, tuple[int, int], Any] | None = None  # the last one: of a tensor, where, what
         self._waits: int | None = None  # how often the operation that runs has waited; None outside of operations
         self._stepped_aside = False  # whether a node of this backward has run without this mode
         self._reported = False  # whether a call runs that has been reported as a whole
@@ -331,34 +328,15 @@ class Preflight(WatchingMode):
         seconds = time.perf_counter() - start
         call = OperationCall(op, args, kwargs, result)
         problems = [] if known else problems_of(call, self._watched, waited=bool(waits))
-        self._name_what_has_read(call)
         if self._draws is not None:
             problems = self._draws.judged(call, problems, self._user_line)
         keys = [self._report(problem) for problem in problems]
         # LIFT_FRESH is dispatched after its work was done, so that its time says nothing.
         if problems and not (problems[0].graph_only or op is LIFT_FRESH):
             self._spent(keys[0], seconds)
-        is_drawn = self._draws is not None and any(map(self._draws.draws_in, call.given))  # is read where it is used
-        if keys and keys[0] is not None and isinstance(result, (int, float)) and not is_drawn:
-            self._last_read = keys[0], _instruction(), result
         for observer in self._observers:
             observer(call)
         return result
-
-    def _name_what_has_read(self, call: OperationCall) -> None:
-        """Name an operation that was given a tensor for a number. Torch has read that ahead, and passes the number."""
-        if self._last_read is None:
-            return
-        (key, instruction, number), self._last_read = self._last_read, None
-        given = tree_flatten((call.args, call.kwargs))[0]
-        if instruction != _instruction() or not any(type(each) is type(number) and each == number for each in given):
-            return
-        read = self._found[key]
-        if read.count > 1:
-            self._found[key] = read._replace(count=read.count - 1)
-        else:
-            del self._found[key]
-        self._spent(self._report(number_read(call.kind.name)), 0.0 if read.count > 1 else (read.ms or 0.0) / 1e3)
 
     def _on_warning(self, message: Any, category: Any, filename: str, *where: Any) -> None:
         """Take the place of `warnings.showwarning`."""
@@ -464,12 +442,6 @@ class Preflight(WatchingMode):
         if key is not None:
             known = self._found[key]
             self._found[key] = known._replace(ms=(known.ms or 0.0) + 1e3 * seconds)
-
-
-def _instruction() -> tuple[int, int]:
-    """Return which instruction of which running function of Python has called."""
-    frame = real_frame()
-    return id(frame), frame.f_lasti
 
 
 _MEAN = 1  # torch.nn._reduction.get_enum("mean")

@@ -74,12 +74,6 @@ def host_copy(name: str) -> Problem:
     return Problem(f".{name}() waits for the device to read a tensor", advice, elsewhere)
 
 
-def number_read(name: str) -> Problem:
-    """Return the problem of an operation that was given a tensor where it takes a number."""
-    what = f"{name} takes a Python number, and waits for the device to read the tensor that it was given for it"
-    return Problem(what, "Use operations that take a tensor there (x.lerp(y, weight), x.mul(factor)).")
-
-
 def list_read(name: str) -> Problem:
     """Return the problem of a function that makes a tensor of a list with tensors in it."""
     what = f"{name}() of a list of tensors waits for the device to read each of them"

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -318,21 +319,26 @@ def test_the_pool_is_no_larger_than_what_an_eager_step_needs(
     assert not step._window._step._working._all, "each part casts its weights itself"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.usefixtures("pools")
-def test_parts_that_are_given_up_leave_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is eager from now on has the bits and the memory of eager steps: no gradient keeps the memory of graphs."""
+def beside_eager(engine: Engine, calls: int, change: Callable[[], None], *, as_torch: bool = False) -> Any:
+    """Return a step behind some calls, in which it has the bits of eager ones. `change` is called in the middle of it.
+
+    `as_torch`: there the rate changes, too, with torch's arithmetic, so that the optimizer leaves the graphs.
+    """
     device, graph = engine
 
     def train(graph: str) -> tuple[list[Any], Any]:
         torch.manual_seed(3)
         model = Reads(2, 16).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        step = ampkit.graphed_step(classified, model, optimizer, graph=graph, host_writes="ignore")
+        options: dict[str, Any] = {"host_writes": "ignore"}
+        if as_torch:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 * WATCHED)
+            options |= {"arithmetic": "torch", "scheduler": schedule}
+        step = ampkit.graphed_step(classified, model, optimizer, graph=graph, **options)
         history = []
-        for i in range(3 * WATCHED):
+        for i in range(calls):
             if i == 2 * WATCHED and graph != "off":
-                monkeypatch.setattr(Parts, "why_not_now", lambda _: CHANGED)
+                change()
             x, y = torch.randn(4, 4, 16, device=device), torch.randint(16, (4,), device=device)
             history.append([step(x, y).loss, *map(bits, model.state_dict().values())])
         return history, step
@@ -341,6 +347,15 @@ def test_parts_that_are_given_up_leave_nothing_behind(engine: Engine, monkeypatc
         warnings.simplefilter("ignore", ampkit.AmpkitWarning)
         (expected, _), (found, step) = train("off"), train(graph)
     assert_same(found, expected)
+    return step
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.usefixtures("pools")
+def test_parts_that_are_given_up_leave_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is eager from now on has the bits and the memory of eager steps: no gradient keeps the memory of graphs."""
+    give_up = partial(monkeypatch.setattr, Parts, "why_not_now", lambda _: CHANGED)
+    step = beside_eager(engine, 3 * WATCHED, give_up)
     assert 0 < step.report().in_parts < 2 * WATCHED, step.report()
     assert not step._window._step.gradients
 
@@ -351,29 +366,13 @@ def test_parts_that_are_given_up_in_a_call_leave_gradients_to_a_later_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the optimizer steps behind the graphs, its gradients are needed when the times have been compared."""
-    device, graph = engine
+    times = itertools.cycle([1.0, 2.0])  # of an eager step, and of one in parts
 
-    def train(graph: str) -> tuple[list[Any], Any]:
-        torch.manual_seed(3)
-        model = Reads(2, 16).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 * WATCHED)
-        options: dict[str, Any] = {"arithmetic": "torch", "scheduler": schedule, "host_writes": "ignore"}
-        step = ampkit.graphed_step(classified, model, optimizer, graph=graph, **options)
-        history = []
-        for i in range(6 * WATCHED):
-            if i == 2 * WATCHED and graph != "off":  # the new rate begins new parts, which are timed
-                monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda _: True)
-                times = itertools.cycle([1.0, 2.0])  # of an eager step, and of one in parts
-                monkeypatch.setattr(Durations, "median_ms", lambda _, times=times: next(times))
-            x, y = torch.randn(4, 4, 16, device=device), torch.randint(16, (4,), device=device)
-            history.append([step(x, y).loss, *map(bits, model.state_dict().values())])
-        return history, step
+    def time_parts() -> None:  # the new rate begins new ones
+        monkeypatch.setattr("ampkit._step.parts.split.is_timed", lambda _: True)
+        monkeypatch.setattr(Durations, "median_ms", lambda _: next(times))
 
-    with deterministic(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampkit.AmpkitWarning)
-        (expected, _), (found, step) = train("off"), train(graph)
-    assert_same(found, expected)
+    step = beside_eager(engine, 6 * WATCHED, time_parts, as_torch=True)
     assert 0 < step.report().in_parts < 6 * WATCHED, step.report()
 
 

@@ -183,8 +183,7 @@ class WarmUp:
         layout.note_look(watched.provenance.in_operations, self._undeclared.take_loose())
         layout.writes.note_addresses(state, observer.written)
         if takes_in := self._undeclared.take_in(observer):
-            session.cache.clear()  # graphs that do several calls read the rates of the optimizers that were known
-            session.settings_history.accept()
+            self._accept_more_state()
             layout.forget_writes()
         self._compare_what_was_read(layout)
         if renewed and not len(session.cache):
@@ -269,11 +268,15 @@ class WarmUp:
         self._undeclared.take_without_tensors(self._state.reads.modules())
         self._session.settings_history.take_values()
 
+    def _accept_more_state(self) -> None:
+        """Drop the graphs, which know less of the state than is compared from now on: neither rates nor gradients."""
+        self._session.cache.clear()
+        self._session.settings_history.accept()
+
     def _with_undeclared(self, problem: str) -> str:
         """Return a problem, with what the user must declare. Take what need not be declared into the state."""
         if self._undeclared.adopt():
-            self._session.cache.clear()  # what the graphs know of gradients is not what is compared from now on
-            self._session.settings_history.accept()
+            self._accept_more_state()
         return "\n".join(filter(None, (problem, self._undeclared.take_problem())))
 
 

@@ -626,9 +626,9 @@ def _reading(
 
 
 def _reads_gradients(code: CodeType) -> bool:
-    """Return whether code reads `.grad` of parameters: that of optimizers and outside of torch, but not of copies."""
-    file = code.co_filename
-    return "grad" in code.co_names and not (file.startswith(TORCH) and f"{os.sep}optim{os.sep}" not in file)
+    """Return whether code reads gradients of parameters. In torch its optimizers do; copies of tensors copy `.grad`."""
+    may_read = not code.co_filename.startswith(TORCH) or f"{os.sep}optim{os.sep}" in code.co_filename
+    return may_read and "grad" in code.co_names
 
 
 def holds_numbers(found: dict[str, Any], text: str) -> bool:
